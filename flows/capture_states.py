@@ -1,0 +1,55 @@
+"""Sub-flow: plan the missing rows and fan out over worker processes; each shard is a task run."""
+
+from typing import Any
+
+from prefect import flow
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from storage import artifacts
+from storage.manifest import Manifest
+from storage.store import Store
+from tasks.capture import CaptureSettings, WorkerPool, capture_shard, open_plan
+from tasks.load_verifier import Verifier, open_verifier
+from tasks.progress import ProgressMeter
+
+
+@flow(name="capture-states", persist_result=False)
+def capture_states(
+    store: str, plan: str, verifier: str, verifier_directory: str, settings: CaptureSettings
+) -> None:
+    """Capture every shard of a published plan; what is there already is not computed again.
+
+    Args:
+        store: URL of the store.
+        plan: path of the capture plan in the store.
+        verifier: path of the verifier's artifact in the store.
+        verifier_directory: where the verifier's files lie on the machine that captures.
+        settings: how to capture.
+    """
+    opened = Store(store)
+    work = open_plan(opened, plan)
+    model = open_verifier(opened, verifier_directory, artifacts.require(opened, verifier))
+    meter = ProgressMeter("capture", sum(work.tokens), "tokens")
+    with WorkerPool(settings) as pool:
+        futures = [
+            capture_shard.submit(
+                opened, work, rows, verifier=model, settings=settings, pool=pool, meter=meter
+            )
+            for rows in work.ranges
+        ]
+        for future in futures:
+            future.result()
+
+
+def run_capture(
+    store: Store, plan: Manifest, verifier: Verifier, settings: CaptureSettings
+) -> None:
+    """Run the sub-flow with as many threads as there are worker processes."""
+    runner: Any = ThreadPoolTaskRunner(max_workers=settings.processes)
+    capture_states.with_options(task_runner=runner)(
+        store=store.url,
+        plan=plan.path,
+        verifier=verifier.manifest.path,
+        verifier_directory=verifier.directory,
+        settings=settings,
+    )

@@ -1,0 +1,183 @@
+"""The command line: outrider run | estimate | status | report | verify | settings."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,storage",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+}
+
+DONE, FAILED, REFUSED = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status: 0 done, 1 failed, 2 settings refused."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except KeyboardInterrupt:
+        print("outrider: stopped; run the same command again to go on", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        return FAILED
+    except Exception as error:
+        if options.debug:
+            raise
+        print(f"outrider: {_one_line(error)}", file=sys.stderr)
+        return REFUSED if type(error).__name__ == "SettingsError" else FAILED
+
+
+def _run(options: argparse.Namespace) -> int:
+    from flows.display import shown_run  # noqa: PLC0415 - each command imports what it needs
+    from flows.server import api_server  # noqa: PLC0415
+    from flows.settings import load_settings  # noqa: PLC0415
+    from storage.store import Store  # noqa: PLC0415
+
+    settings = load_settings(options.file, options.set)
+    Store(settings.store).check_writable()
+    with shown_run(debug=options.debug), api_server():
+        from flows.train_draft import train_draft  # noqa: PLC0415
+
+        record = train_draft(settings)
+    if options.json:
+        keys = ("run", "speculator", "acceptance_length", "stages")
+        print(json.dumps({key: record[key] for key in keys}))
+    else:
+        print(_summary(record))
+    return DONE
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from flows.estimate import estimate, render  # noqa: PLC0415
+    from flows.settings import load_settings  # noqa: PLC0415
+
+    result = estimate(load_settings(options.file, options.set))
+    print(json.dumps(result) if options.json else render(result))
+    return DONE
+
+
+def _status(options: argparse.Namespace) -> int:
+    from flows.run_records import find_record, list_records, render_list, render_record  # noqa: PLC0415
+
+    if options.run is None:
+        records = list_records(options.store)
+        print(json.dumps(records) if options.json else render_list(records))
+    else:
+        record = find_record(options.store, options.run)
+        print(json.dumps(record) if options.json else render_record(record))
+    return DONE
+
+
+def _report(options: argparse.Namespace) -> int:
+    from flows.run_records import find_record  # noqa: PLC0415
+    from tasks.report import write_report  # noqa: PLC0415
+
+    record = find_record(options.store, options.run)
+    target = options.output or Path(f"outrider-{record['run']}.html")
+    write_report(options.store, record, target)
+    print(target)
+    return DONE
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from flows.settings import load_settings  # noqa: PLC0415
+    from tasks.verify import verify_store  # noqa: PLC0415
+
+    settings = load_settings(options.file, options.set)
+    checked, problems = verify_store(settings.store, deep=options.deep)
+    for problem in problems:
+        print(problem)
+    how = "digests" if options.deep else "sizes"
+    print(f"{checked} artifacts checked by {how}, {len(problems)} problems")
+    return FAILED if problems else DONE
+
+
+def _settings(_: argparse.Namespace) -> int:
+    from flows.settings import describe_settings  # noqa: PLC0415
+
+    print(describe_settings())
+    return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="outrider", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], about: str) -> Any:
+        sub = commands.add_parser(name, help=about, description=about)
+        sub.set_defaults(command=command, set=[])
+        sub.add_argument("--debug", action="store_true", help="show tracebacks and debug lines")
+        return sub
+
+    def add_file(name: str, command: Callable[[argparse.Namespace], int], about: str) -> Any:
+        sub = add(name, command, about)
+        sub.add_argument("file", type=Path, metavar="FILE", help="settings file (YAML)")
+        sub.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="change one setting, for example train.lr=1e-4; may be repeated",
+        )
+        return sub
+
+    def add_store(sub: Any) -> Any:
+        sub.add_argument(
+            "--store",
+            default=os.environ.get("OUTRIDER_STORE", "./runs"),
+            help="URL of the store (default: $OUTRIDER_STORE or ./runs)",
+        )
+        return sub
+
+    run = add_file("run", _run, "run the pipeline on a settings file; reuses what is there")
+    run.add_argument("--json", action="store_true", help="print the result as one JSON line")
+    sub = add_file(
+        "estimate", _estimate, "count tokens and print bytes, files and GPU hours of a run"
+    )
+    sub.add_argument("--json", action="store_true", help="print as one JSON line")
+    sub = add_store(add("status", _status, "list the runs of a store, or show one"))
+    sub.add_argument("run", nargs="?", metavar="RUN", help="id of a run, or 'latest'")
+    sub.add_argument("--json", action="store_true", help="print as JSON")
+    sub = add_store(add("report", _report, "write one self-contained HTML page about a run"))
+    sub.add_argument("run", metavar="RUN", help="id of a run, or 'latest'")
+    sub.add_argument("--output", type=Path, help="file to write (default: outrider-RUN.html)")
+    sub = add_file("verify", _verify, "check every artifact of the store")
+    sub.add_argument("--deep", action="store_true", help="read every byte and compare digests")
+    add("settings", _settings, "print the reference of all settings as Markdown")
+    return parser
+
+
+def _summary(record: dict[str, Any]) -> str:
+    before, after = record["acceptance"]["before"], record["acceptance"]["after"]
+    stages = record["stages"]
+    reused = [name for name, entry in stages.items() if entry["state"] == "reused"]
+    draft_tokens = len(after["per_position"])
+    lines = [
+        f"acceptance length  {after['acceptance_length']:.2f} with {draft_tokens} draft tokens "
+        f"({before['acceptance_length']:.2f} before training)",
+        f"on                 {after['prompts']} held-out prompts, every text equal to the verifier's own",
+        f"speculator         {record['speculator']}",
+        f"reused             {len(reused)} of {len(stages)} stages"
+        + (f": {', '.join(reused)}" if reused else ""),
+        f"run                {record['run']}, {record['seconds']:.0f} s",
+    ]
+    return "\n".join(lines)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join((str(error) or type(error).__name__).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

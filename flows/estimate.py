@@ -1,0 +1,94 @@
+"""What a run will cost, before it: tokens, bytes, files, GPU hours, and what is there already.
+
+The cheap stages are run for it (verifier facts, collect, tokenize), so the tokens are counted, not guessed; a run finds
+what they made.
+"""
+
+from typing import Any
+
+from flows.settings import PipelineSettings
+from storage.store import Store
+from tasks.capture import bytes_per_token, capture_key, captured_samples, wanted_samples
+from tasks.collect import collect
+from tasks.load_verifier import find_model, load_verifier, open_verifier
+from tasks.map_vocab import check_draft_size
+from tasks.stage import call
+from tasks.tokenize_chats import tokenize_chats
+
+ASSUMED_FLOPS = 400e12
+"""bf16 FLOP/s that one H100 or H200 gives a prefill: half of its matrix-product peak."""
+
+
+def estimate(settings: PipelineSettings) -> dict[str, Any]:
+    """Return the figures of a run as plain numbers; ValueError when its input is wrong."""
+    store = Store(settings.store)
+    store.check_writable()
+    directory = str(find_model(settings.verifier))
+    verifier = open_verifier(store, directory, call(load_verifier, store, directory).parts[0])
+    draft_size = check_draft_size(settings.vocab, verifier.facts.vocab_size)
+    conversations = call(collect, store, settings.data)
+    samples = call(
+        tokenize_chats, store, conversations, verifier, settings.tokenize, settings.data.max_dropped
+    )
+    wanted = wanted_samples(store, samples)
+    captured = {
+        sample
+        for _, ids in captured_samples(store, capture_key(verifier, settings.capture))
+        for sample in ids
+    }
+    tokens = sum(wanted.values())
+    missing = {sample: n for sample, n in wanted.items() if sample not in captured}
+    per_token = bytes_per_token(verifier, settings.capture)
+    missing_bytes = sum(missing.values()) * per_token
+    flops = 2 * verifier.facts.parameters * sum(missing.values())
+    return {
+        "conversations": conversations.rows,
+        "samples": len(wanted),
+        "tokens": tokens,
+        "bytes_per_token": per_token,
+        "state_bytes": tokens * per_token,
+        "captured_samples": len(wanted) - len(missing),
+        "missing_samples": len(missing),
+        "missing_tokens": sum(missing.values()),
+        "missing_bytes": missing_bytes,
+        "shards": _shards(settings, missing_bytes, len(missing)),
+        "free_bytes": store.free_bytes(),
+        "verifier_parameters": verifier.facts.parameters,
+        "capture_gpu_hours": flops / ASSUMED_FLOPS / 3600,
+        "draft_size": draft_size,
+        "layers": list(settings.capture.layer_ids(verifier.facts.num_hidden_layers)),
+        "hidden_size": verifier.facts.hidden_size,
+    }
+
+
+def render(figures: dict[str, Any]) -> str:
+    """Return the figures as text, with the arithmetic."""
+    layers = len(figures["layers"])
+    free = figures["free_bytes"]
+    lines = [
+        f"samples    {figures['samples']:,} of {figures['tokens']:,} tokens "
+        f"from {figures['conversations']:,} conversations",
+        f"states     {_size(figures['state_bytes'])} = {figures['tokens']:,} tokens x ({layers} layers + 1) x "
+        f"{figures['hidden_size']} values x 2 bytes",
+        f"captured   {figures['captured_samples']:,} samples are there; {figures['missing_samples']:,} to do: "
+        f"{figures['missing_tokens']:,} tokens, {_size(figures['missing_bytes'])}, {figures['shards']} shards",
+        f"store      {_size(free)} free" if free is not None else "store      no limit known",
+        f"capture    {figures['capture_gpu_hours']:.3f} GPU hours = 2 x {figures['verifier_parameters'] / 1e6:,.0f} M "
+        f"parameters x {figures['missing_tokens']:,} tokens / {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s",
+    ]
+    if free is not None and figures["missing_bytes"] > free:
+        lines.append("           NOT ENOUGH: free some space or name another store")
+    return "\n".join(lines)
+
+
+def _shards(settings: PipelineSettings, size: int, samples: int) -> int:
+    by_size = -(-size // (settings.capture.shard_megabytes * 1_000_000))
+    return max(by_size, -(-samples // settings.capture.rows_per_shard))
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"

@@ -1,0 +1,128 @@
+"""The record of one run in the store, and the tables that Prefect's UI shows of it."""
+
+import logging
+import time
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+from prefect import Task
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+from flows.settings import PipelineSettings
+from storage.layout import run_record
+from storage.store import Store
+from tasks.stage import StageResult
+
+logger = logging.getLogger(__name__)
+
+
+class RunRecord:
+    """Runs the stages of one run, in order, and writes down after each what became of it."""
+
+    def __init__(self, store: Store, settings: PipelineSettings, run_id: str | None = None) -> None:
+        self.run_id = run_id or new_run_id()
+        self._store = store
+        self._started = time.monotonic()
+        self._begun: dict[str, float] = {}
+        self.record: dict[str, Any] = {
+            "run": self.run_id,
+            "name": settings.name,
+            "state": "running",
+            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "settings": settings.model_dump(mode="json"),
+            "stages": {},
+            "speculator": None,
+            "acceptance_length": None,
+        }
+        self._save()
+
+    def stage(self, task: Task[..., Any], *args: Any, **kwargs: Any) -> StageResult:
+        """Run one stage's task to its end and return its result."""
+        started = self._begun.pop(task.name, None) or self.begin(task.name)
+        result: StageResult = task.submit(*args, **kwargs).result()
+        return self.done(task.name, result, time.monotonic() - started)
+
+    def begin(self, name: str) -> float:
+        """Note that the work of a stage begins before its task does; returns the time."""
+        self.record["at"] = name
+        self._save()
+        self._begun[name] = time.monotonic()
+        return self._begun[name]
+
+    def done(self, name: str, result: StageResult, seconds: float) -> StageResult:
+        """Write a stage's result down and show it."""
+        state = "reused" if result.reused else "computed"
+        entry = {
+            "state": state,
+            "seconds": round(seconds, 2),
+            "key": result.key,
+            "rows": result.rows,
+            "parts": [part.path for part in result.parts],
+        }
+        self.record["stages"][name] = entry
+        self._save()
+        logger.info(
+            "%s: %s, %s rows, %.1f s, key %s",
+            name,
+            state,
+            f"{result.rows:,}",
+            seconds,
+            result.key[:12],
+        )
+        create_markdown_artifact(
+            key=f"stage-{name.replace('_', '-')}",
+            markdown=describe_stage(name, entry, result),
+            description=f"{name}: {state}",
+        )
+        return result
+
+    def finish(self, *, speculator: str, acceptance: dict[str, Any]) -> dict[str, Any]:
+        """Close the record of a run that went through; returns it."""
+        self.record |= {
+            "state": "completed",
+            "speculator": speculator,
+            "acceptance_length": acceptance["after"]["acceptance_length"],
+            "acceptance": acceptance,
+        }
+        self._close()
+        create_table_artifact(
+            key="stages",
+            table=[
+                {"stage": name, **{k: entry[k] for k in ("state", "rows", "seconds", "key")}}
+                for name, entry in self.record["stages"].items()
+            ],
+            description=f"Run {self.run_id}: acceptance length {self.record['acceptance_length']}",
+        )
+        return self.record
+
+    def fail(self, error: BaseException) -> None:
+        """Close the record of a run that broke."""
+        self.record |= {"state": "failed", "error": f"{type(error).__name__}: {error}"}
+        self._close()
+
+    def _close(self) -> None:
+        self.record.pop("at", None)
+        self.record["seconds"] = round(time.monotonic() - self._started, 1)
+        self._save()
+
+    def _save(self) -> None:
+        self._store.write_json(run_record(self.run_id), self.record)
+
+
+def new_run_id() -> str:
+    """Return an id that sorts by time."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+
+
+def describe_stage(name: str, entry: dict[str, Any], result: StageResult) -> str:
+    """Return what a stage made, as Markdown."""
+    lines = [f"## {name}: {entry['state']}", "", f"{result.rows:,} rows, key `{result.key}`", ""]
+    for part in result.parts[:20]:
+        facts = {k: v for k, v in part.facts.items() if k != "shown"}
+        lines += [f"`{part.path}`", "", "| | |", "|---|---|"]
+        lines += [f"| {key} | {value} |" for key, value in facts.items()] + [""]
+        lines += [f"```text\n{text}\n```\n" for text in part.facts.get("shown", [])]
+    if len(result.parts) > 20:
+        lines.append(f"... and {len(result.parts) - 20} more parts")
+    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""Read what earlier runs have written down: outrider status."""
+
+import json
+from typing import Any
+
+from storage.layout import RUN_RECORDS
+from storage.store import Store
+
+Record = dict[str, Any]
+
+
+def list_records(store_url: str) -> list[Record]:
+    """Return the records of all runs of a store, oldest first."""
+    store = Store(store_url)
+    records = []
+    for name in store.files(RUN_RECORDS):
+        try:
+            records.append(store.read_json(f"{RUN_RECORDS}/{name}"))
+        except (ValueError, FileNotFoundError):
+            continue  # not a record, or gone meanwhile
+    return sorted(records, key=lambda record: str(record.get("run")))
+
+
+def find_record(store_url: str, run_id: str) -> Record:
+    """Return one run's record by its id, by the beginning of it, or by "latest".
+
+    Raises ValueError when there is none, or more than one.
+    """
+    records = list_records(store_url)
+    if run_id == "latest":
+        found = records[-1:]
+    else:
+        found = [record for record in records if str(record["run"]).startswith(run_id)]
+    if len(found) != 1:
+        known = ", ".join(str(record["run"]) for record in records[-5:]) or "none"
+        raise ValueError(
+            f"{len(found)} runs of the store {store_url} match {run_id!r}; the last ones are: {known} "
+            "(--store or OUTRIDER_STORE names another store)"
+        )
+    return found[0]
+
+
+def render_list(records: list[Record]) -> str:
+    """Return one line for each run."""
+    if not records:
+        return "no runs yet"
+    lines = [f"{'run':<24} {'name':<16} {'state':<10} {'acceptance':>10} {'seconds':>8}  at"]
+    for record in records:
+        length = record.get("acceptance_length")
+        lines.append(
+            f"{record['run']:<24} {record['name']:<16} {record['state']:<10} "
+            f"{'-' if length is None else format(length, '.2f'):>10} "
+            f"{record.get('seconds', '-'):>8}  {record.get('at', '')}"
+        )
+    return "\n".join(lines)
+
+
+def render_record(record: Record) -> str:
+    """Return the stages of one run as a table."""
+    lines = [f"{record['run']}  {record['name']}  {record['state']}  from {record['started_at']}"]
+    if record.get("error"):
+        lines.append(f"error: {record['error']}")
+    lines.append(f"{'stage':<16} {'state':<9} {'rows':>9} {'seconds':>8}  key")
+    for name, entry in record["stages"].items():
+        lines.append(
+            f"{name:<16} {entry['state']:<9} {entry['rows']:>9,} {entry['seconds']:>8.1f}  {entry['key']}"
+        )
+    if record["state"] == "running":
+        lines.append(
+            f"at: {record.get('at', 'the start')} (or killed there: run it again to go on)"
+        )
+    if record.get("speculator"):
+        lines.append(f"acceptance length {record['acceptance_length']:.2f}, {record['speculator']}")
+    return "\n".join(lines)
+
+
+def settings_as_text(record: Record) -> str:
+    """Return the settings of a run as JSON."""
+    return json.dumps(record["settings"], indent=2)

@@ -1,0 +1,92 @@
+"""A Prefect server for the length of one command, where the user runs none.
+
+Prefect's own temporary server outlives a killed flow; this one ends with its parent. Run as a module it is the
+server's process.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tasks.child import die_with_parent, start_process
+
+START_SECONDS = 120.0
+QUIET = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_UI_ENABLED": "0",
+}
+
+
+@contextmanager
+def api_server() -> Iterator[None]:
+    """Use the Prefect API that is configured, or else a server that ends with the block."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: PLC0415 - a second that other commands save
+
+    if PREFECT_API_URL.value():
+        yield
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = start_process(
+        [sys.executable, "-m", "flows.server", str(port)], env={**os.environ, **QUIET}
+    )
+    url = f"http://127.0.0.1:{port}/api"
+    try:
+        _wait_until_healthy(url, process)
+        with temporary_settings(updates={PREFECT_API_URL: url}):
+            yield
+    finally:
+        _drain()
+        process.terminate()
+        process.communicate()
+
+
+def _drain() -> None:
+    """Wait until the log lines and events of the run have reached the server."""
+    from prefect.events.worker import EventsWorker  # noqa: PLC0415 - as above
+    from prefect.logging.handlers import APILogWorker  # noqa: PLC0415
+
+    for worker in (APILogWorker, EventsWorker):
+        worker.drain_all(timeout=5)
+
+
+def _wait_until_healthy(url: str, process: "object") -> None:
+    import httpx  # noqa: PLC0415 - as above
+
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.1)
+        if process.poll() is not None:
+            break
+    output = process.communicate()[0] if process.poll() is not None else "no answer"
+    raise RuntimeError(
+        f"the temporary Prefect server did not start within {START_SECONDS:.0f} s: {output.strip()[-500:]}; "
+        "run `prefect server start` and set PREFECT_API_URL to use one of your own"
+    )
+
+
+def main() -> None:
+    """Serve Prefect's API on the port given until the parent ends."""
+    import uvicorn  # noqa: PLC0415 - only the server's process needs it
+
+    die_with_parent()
+    uvicorn.run(
+        "prefect.server.api.server:create_app",
+        factory=True,
+        host="127.0.0.1",
+        port=int(sys.argv[1]),
+        log_level="error",
+    )
+
+
+if __name__ == "__main__":
+    main()

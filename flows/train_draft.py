@@ -1,0 +1,118 @@
+"""The whole pipeline, top to bottom, one line per stage.
+
+python -m flows.train_draft deployments/smollm2-demo.yaml
+"""
+
+import logging
+import sys
+from typing import Any
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+
+from flows.capture_states import run_capture
+from flows.run_record import RunRecord
+from flows.settings import PipelineSettings
+from storage import artifacts
+from storage.store import Store
+from tasks.capture import capture, plan_capture
+from tasks.collect import collect
+from tasks.evaluate import evaluate
+from tasks.export import export
+from tasks.load_verifier import find_model, load_verifier, open_verifier
+from tasks.map_vocab import check_draft_size, map_vocab
+from tasks.regenerate import regenerate
+from tasks.split import split
+from tasks.tokenize_chats import tokenize_chats
+from tasks.train import train
+
+logger = logging.getLogger(__name__)
+
+fetch_model = task(
+    name="find_model", task_run_name="find_model", cache_policy=NO_CACHE, persist_result=False
+)(find_model)
+
+
+@flow(name="train-draft", persist_result=False)
+def train_draft(settings: PipelineSettings, run_id: str | None = None) -> dict[str, Any]:
+    """Train, evaluate and export a draft model; reuses every artifact that is there.
+
+    Returns the run's record: stages with their state, the speculator's path, the acceptance length.
+    """
+    store = Store(settings.store)
+    store.check_writable()
+    run = RunRecord(store, settings, run_id)
+    try:
+        return _stages(run, store, settings)
+    except BaseException as error:
+        run.fail(error)
+        raise
+
+
+def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[str, Any]:
+    directory = str(fetch_model.submit(settings.verifier).result())
+    loaded = run.stage(load_verifier, store, directory)
+    verifier = open_verifier(store, directory, loaded.parts[0])
+    check_draft_size(settings.vocab, verifier.facts.vocab_size)
+    layer_ids = settings.capture.layer_ids(verifier.facts.num_hidden_layers)
+
+    conversations = run.stage(collect, store, settings.data)
+    if settings.data.regenerate:
+        conversations = run.stage(regenerate, store, conversations, verifier, settings.regenerate)
+    samples = run.stage(
+        tokenize_chats, store, conversations, verifier, settings.tokenize, settings.data.max_dropped
+    )
+    run.begin("capture")
+    plan = plan_capture(store, samples, verifier, settings.capture)
+    if plan is not None:
+        run_capture(store, plan, verifier, settings.capture)
+    states = run.stage(capture, store, samples, verifier, settings.capture, reused=plan is None)
+    sides = run.stage(split, store, conversations, settings.split)
+    vocab = run.stage(map_vocab, store, samples, sides, verifier, settings.vocab)
+    trained = run.stage(
+        train,
+        store,
+        layer_ids,
+        states=states,
+        samples=samples,
+        split=sides,
+        vocab=vocab,
+        verifier=verifier,
+        draft=settings.draft,
+        settings=settings.train,
+    )
+    evaluation = run.stage(
+        evaluate,
+        store,
+        layer_ids,
+        conversations=conversations,
+        split=sides,
+        vocab=vocab,
+        verifier=verifier,
+        trained=trained,
+        draft=settings.draft,
+        seed=settings.train.seed,
+        settings=settings.evaluate,
+    )
+    exported = run.stage(
+        export,
+        store,
+        layer_ids,
+        trained=trained,
+        vocab=vocab,
+        verifier=verifier,
+        draft=settings.draft,
+        draft_tokens=settings.evaluate.draft_tokens,
+        settings=settings.export,
+    )
+    _, before, after = (part.facts for part in evaluation.parts)
+    return run.finish(
+        speculator=artifacts.location(store, exported.parts[0]),
+        acceptance={"before": before, "after": after},
+    )
+
+
+if __name__ == "__main__":
+    from flows.cli import main
+
+    sys.exit(main(["run", *sys.argv[1:]]))

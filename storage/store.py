@@ -1,0 +1,329 @@
+"""One place for everything a run keeps: a directory or a bucket, named by one URL.
+
+A path in a store is relative, with "/" between its parts. Every write is published in one step.
+Object stores are asked again after a transient error. Whatever fails for good is a `StoreError`
+that names store, path and cause; only reading what does not exist is a `FileNotFoundError`.
+Credentials and endpoints come from the environment alone.
+"""
+
+import errno
+import json
+import logging
+import os
+import random
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from storage.backends import (
+    Backend,
+    LocalBackend,
+    RemoteBackend,
+    open_filesystem,
+    removed_afterwards,
+)
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+TRIES = 4
+FIRST_PAUSE_SECONDS = 0.5
+"""Pause after the first failed try.
+
+It doubles each time, with jitter so that many workers do not return at once.
+"""
+
+_TRANSIENT_NAMES = frozenset(
+    {
+        "HTTPClientError",  # botocore: connection closed, response cut short
+        "ConnectionError",  # botocore: endpoint not reachable
+        "IncompleteReadError",  # botocore
+        "ResponseParserError",  # botocore: a proxy's HTML in place of an answer
+        "ClientConnectionError",  # aiohttp
+        "ClientPayloadError",  # aiohttp: body cut short
+        "ServiceRequestError",  # azure
+        "ServiceResponseError",  # azure
+    }
+)
+"""Errors of the clients that are no OSError; by name, because the clients are optional."""
+
+_PERMANENT_TYPES = (
+    FileNotFoundError,
+    PermissionError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
+_PERMANENT_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG}
+)
+
+
+class StoreError(RuntimeError):
+    """The store could not do what was asked.
+
+    The message names the place, the cause and a way out.
+    """
+
+
+class Store:
+    """A tree of files behind one URL. Other processes make their own of `url`: pickling does.
+
+    Args:
+        url: "./runs", "/abs/dir", "file:///abs/dir", "s3://bucket/prefix", "gs://...", "az://...",
+            or
+            "memory://name" (lives and dies with this process).
+
+    Raises:
+        ValueError: the URL is empty, of an unknown kind, or its file system is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.is_local = _normalised(url)
+        self._backend: Backend | None = None
+        self._process = os.getpid()
+        self._files()  # a bad URL is refused here, not at the first write
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def __reduce__(self) -> tuple[type["Store"], tuple[str]]:
+        return Store, (self.url,)
+
+    def _files(self) -> Backend:
+        # a forked child must not use its parent's connections
+        if self._backend is None or self._process != os.getpid():
+            self._backend = (
+                LocalBackend(Path(self.url)) if self.is_local else RemoteBackend(self.url)
+            )
+            self._process = os.getpid()
+        return self._backend
+
+    def local_path(self, path: str) -> Path | None:
+        """The file or directory of this machine behind `path`; None for object stores."""
+        return self._files().local_path(_checked(path))
+
+    def check_writable(self) -> None:
+        """Write and remove a probe.
+
+        Raises:
+            StoreError: it cannot be written; with the cause and what to do about it.
+        """
+        probe = f".outrider-probe-{secrets.token_hex(4)}"
+        try:
+            self._files().write(probe, b"probe")
+            self._files().delete(probe)
+        except Exception as error:
+            raise StoreError(
+                f"the store {self.url} cannot be written: {_cause(error)}; {_way_out(error)}"
+            ) from error
+
+    def free_bytes(self) -> int | None:
+        """Bytes free on the disk of a local store; None where it has no meaning."""
+        if not self.is_local:
+            return None
+        directory = Path(self.url)
+        while not directory.is_dir():
+            directory = directory.parent
+        return shutil.disk_usage(directory).free
+
+    def read_bytes(self, path: str) -> bytes:
+        """The content of a file; FileNotFoundError when missing."""
+        return self._call(
+            "read", path, lambda: self._files().read(_checked(path)), missing=FileNotFoundError
+        )
+
+    def read_json(self, path: str) -> Any:
+        """The content of a JSON file.
+
+        FileNotFoundError when missing, ValueError when it is no JSON.
+        """
+        content = self.read_bytes(path)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise ValueError(f"{self.url}/{path} is not JSON: {error}") from error
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Replace the content of a file in one step."""
+        self._call("write", path, lambda: self._files().write(_checked(path), data))
+
+    def write_json(self, path: str, value: Any) -> None:
+        """Replace the content of a JSON file in one step.
+
+        ValueError for NaN, TypeError for what JSON cannot hold.
+        """
+        text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False)
+        self.write_bytes(path, text.encode() + b"\n")
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[Path]:
+        """A local path to write to; at the end of the block it becomes the content of `path`.
+
+        The file is published in one step, and thrown away when the block raises.
+        """
+        with self.scratch(path) as directory:
+            file = directory / path.rsplit("/", 1)[-1]
+            yield file
+            self.publish(file, path)
+
+    @contextmanager
+    def scratch(self, path: str) -> Iterator[Path]:
+        """A new local directory, removed after the block, cheap to publish to `path` from."""
+        made = self._call("prepare", path, lambda: self._files().scratch(_checked(path)))
+        with removed_afterwards(made) as directory:
+            yield directory
+
+    def publish(self, source: Path, path: str) -> None:
+        """Make a local file the content of `path` in one step.
+
+        From a `scratch` directory it is moved.
+        """
+        self._call("write", path, lambda: self._files().publish(source, _checked(path)))
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[Path]:
+        """A local path with the content of `path` during the block; FileNotFoundError when missing.
+
+        On a local store it is the file itself: do not write to it.
+        """
+        local = self.local_path(path)
+        if local is not None:
+            if not local.is_file():
+                raise FileNotFoundError(errno.ENOENT, "no such file in the store", str(local))
+            yield local
+            return
+        with self.scratch(path) as directory:
+            file = directory / path.rsplit("/", 1)[-1]
+            self._call(
+                "read",
+                path,
+                lambda: self._files().fetch(_checked(path), file),
+                missing=FileNotFoundError,
+            )
+            yield file
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file at `path`, or anything below it."""
+        return self.size(path) is not None or bool(self._entries(path))
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None when there is no such file."""
+        return self._call("look up", path, lambda: self._files().size(_checked(path)))
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Bytes of every file below a directory, by path relative to it.
+
+        Empty when missing. One listing.
+        """
+        return self._call("list", path, lambda: self._files().sizes(_checked(path)))
+
+    def directories(self, path: str) -> list[str]:
+        """Sorted names of the directories in a directory; empty when missing."""
+        return sorted(entry.name for entry in self._entries(path) if entry.is_directory)
+
+    def files(self, path: str) -> list[str]:
+        """Sorted names of the files in a directory; empty when missing."""
+        return sorted(entry.name for entry in self._entries(path) if not entry.is_directory)
+
+    def delete(self, path: str) -> None:
+        """Remove a file, or a directory with all below it; nothing to remove is fine."""
+        if not _checked(path):
+            raise ValueError(f"refusing to delete the whole store {self.url}; name a path in it")
+        self._call("delete", path, lambda: self._files().delete(path))
+
+    def _entries(self, path: str) -> list[Any]:
+        return self._call("list", path, lambda: self._files().entries(_checked(path)))
+
+    def _call(
+        self,
+        action: str,
+        path: str,
+        function: Callable[[], Result],
+        *,
+        missing: type[Exception] | None = None,
+    ) -> Result:
+        """Run `function`, again after transient errors of an object store.
+
+        `missing` passes through as it is.
+        """
+        _checked(path)
+        tries = 1 if self.is_local else TRIES
+        for attempt in range(1, tries + 1):
+            try:
+                return function()
+            except Exception as error:
+                if missing is not None and isinstance(error, missing):
+                    raise
+                if attempt == tries or not _is_transient(error):
+                    raise StoreError(
+                        f"could not {action} {self.url}/{path} ({attempt} of {tries} tries): "
+                        f"{_cause(error)}; {_way_out(error)}"
+                    ) from error
+                pause = FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
+                logger.warning(
+                    "could not %s %s/%s (try %d of %d), again in %.1f s: %s",
+                    action, self.url, path, attempt, tries, pause, _cause(error),
+                )  # fmt: skip
+                time.sleep(pause)
+        raise AssertionError("unreachable: the last try returns or raises")
+
+
+def _normalised(url: str) -> tuple[str, bool]:
+    """(absolute path, True) for a local URL, (URL without trailing slash, False) for any other."""
+    if not url or url != url.strip():
+        raise ValueError(
+            f"a store's URL is a path or a URL such as s3://bucket/prefix, not {url!r}"
+        )
+    if "://" in url and not url.startswith(("file://", "local://")):
+        return url.rstrip("/"), False
+    return open_filesystem(url)[1], True
+
+
+def _checked(path: str) -> str:
+    """`path`, when it is relative and stays below the root; "" is the root itself."""
+    parts = path.split("/") if path else []
+    if any(part in {"", ".", ".."} for part in parts) or "\\" in path or "\0" in path:
+        raise ValueError(
+            f"{path!r} is not a path in a store: relative, parts joined by one '/', no '.' or '..'"
+        )
+    return path
+
+
+def _is_transient(error: Exception) -> bool:
+    if isinstance(error, _PERMANENT_TYPES):
+        return False
+    if isinstance(error, OSError):
+        return error.errno not in _PERMANENT_ERRNOS
+    return any(base.__name__ in _TRANSIENT_NAMES for base in type(error).__mro__)
+
+
+def _cause(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _way_out(error: Exception) -> str:
+    """What a person can do about it."""
+    if isinstance(error, NotADirectoryError | FileExistsError | IsADirectoryError):
+        return "a file stands where a directory is needed: remove it or choose another store"
+    if isinstance(error, PermissionError):
+        return (
+            "give this user or these credentials the right to write there, or choose another store"
+        )
+    if isinstance(error, FileNotFoundError):
+        return "create the bucket or directory, or correct the store's URL"
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return "free some space (outrider prune) or choose another store"
+    if "Credentials" in type(error).__name__:
+        return (
+            "set the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...)"
+        )
+    return (
+        "check that it is reachable from this machine (network, AWS_ENDPOINT_URL), then run again"
+    )

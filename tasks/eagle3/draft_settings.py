@@ -1,0 +1,43 @@
+"""Settings of the draft model. Importable without torch: the flow's process reads only this."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
+
+
+class DraftSettings(BaseModel):
+    """Shape of the draft; everything else about it follows from the verifier."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    arch: Literal["llama", "qwen3"] = "llama"
+    """Decoder layer of the draft; these two are what vLLM serves. `qwen3` norms queries and keys."""
+
+    num_layers: Literal[1, 2] = 1
+    """Decoder layers. EAGLE-3 uses one; a second costs time at every drafted token."""
+
+    intermediate_size: PositiveInt | None = None
+    """Width of the MLP; empty takes the verifier's dense width, or 3 x hidden size if it has none."""
+
+    norm_before_fc: bool = False
+    """Norm the concatenated captured states before the projection: for verifiers whose
+    activations are large."""
+
+    fc_norm: bool = False
+    """Norm each captured layer's states on its own before the projection; excludes
+    `norm_before_fc`."""
+
+    norm_output: bool = False
+    """Hand the normed state, not the raw one, to the next test-time-training step."""
+
+    norm_before_residual: bool = False
+    """Let the residual branch start from the normed state."""
+
+    @model_validator(mode="after")
+    def _one_input_norm(self) -> "DraftSettings":
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError(
+                "norm_before_fc and fc_norm are both set, but the projection has one input norm; "
+                "turn one of them off"
+            )
+        return self

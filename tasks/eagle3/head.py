@@ -1,0 +1,91 @@
+"""A verifier's embedding, final norm and head: the three tensors a draft is trained with.
+
+N = positions, V = verifier vocabulary, H = verifier hidden size.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tasks.eagle3.verifier import VerifierFacts
+
+ROWS_PER_CHUNK = 16_384
+"""Head rows taken to fp32 at once: 0.5 GB of Kimi-K2.5's head (H = 7,168) instead of 4.7 GB."""
+
+
+@dataclass(frozen=True)
+class VerifierHead:
+    """Embedding [V, H], final RMS norm [H] and head [V, H] as stored; `head` is `embed` when tied."""
+
+    embed: Tensor
+    norm: Tensor
+    head: Tensor
+    eps: float
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.head is self.embed
+
+    def normed(self, last: Tensor) -> Tensor:
+        """Apply the final norm in fp32: last [N, H], pre-norm -> [N, H] fp32."""
+        states = last.float()
+        scale = torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.eps)  # [N, 1]
+        return states * scale * self.norm.to(states.device).float()
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Return the verifier's logits of pre-norm last states, in fp32: [N, H] -> [N, V]."""
+        if last.dim() != 2 or last.shape[1] != self.head.shape[1]:
+            raise ValueError(
+                f"last states must have shape [N, {self.head.shape[1]}], got {list(last.shape)}; "
+                "flatten batch and sequence first"
+            )
+        normed = self.normed(last)
+        logits = torch.empty(len(last), len(self.head), device=last.device)  # [N, V]
+        for start in range(0, len(self.head), ROWS_PER_CHUNK):
+            rows = self.head[start : start + ROWS_PER_CHUNK].to(last.device).float()
+            torch.matmul(normed, rows.T, out=logits[:, start : start + len(rows)])
+        return logits
+
+
+def read_head(directory: Path, facts: VerifierFacts) -> VerifierHead:
+    """Read the three tensors of a checkpoint, and nothing else of it, in their stored dtype."""
+
+    def read(key: str) -> Tensor:
+        with safe_open(directory / facts.files[key], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+            return tensor
+
+    embed = read(facts.embed_key)
+    head = embed if facts.tied else read(facts.head_key)
+    return VerifierHead(embed, read(facts.norm_key), head, facts.rms_norm_eps)
+
+
+def save_head(head: VerifierHead, path: Path) -> None:
+    """Write the tensors as one safetensors file; a tied head is not written twice."""
+    tensors = {"embed": head.embed, "norm": head.norm}
+    if not head.tied:
+        tensors["head"] = head.head
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"eps": json.dumps(head.eps)})
+
+
+def load_head(path: Path) -> VerifierHead:
+    """Read what save_head wrote; ValueError when the file is something else."""
+    with safe_open(path, framework="pt") as file:
+        keys, metadata = set(file.keys()), file.metadata() or {}
+        if not {"embed", "norm"} <= keys or "eps" not in metadata:
+            raise ValueError(
+                f"{path} holds {sorted(keys)}, not a verifier's embed, norm and eps; "
+                "make the verifier artifact again"
+            )
+        embed: Tensor = file.get_tensor("embed")
+        head: Tensor = file.get_tensor("head") if "head" in keys else embed
+        return VerifierHead(
+            embed, file.get_tensor("norm"), head, float(json.loads(metadata["eps"]))
+        )

@@ -1,0 +1,276 @@
+"""The training loop: order, optimizer, schedule, validation, guard, and a state that resumes bit-equal.
+
+P = trainable parameters of the draft. The loop knows no storage: it hands its complete state to `on_checkpoint` and
+takes it back in `resume`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tasks.eagle3.batches import TrainingSample, pack, plan_batches
+from tasks.eagle3.draft import Eagle3DraftModel, trainable_parameters
+from tasks.eagle3.training_settings import TrainSettings
+from tasks.eagle3.training_step import expected_acceptance_length, training_forward
+
+
+class TrainingDivergedError(RuntimeError):
+    """More steps than allowed had a loss or gradient that is no finite number."""
+
+
+@dataclass
+class Position:
+    """Where a training is, besides its tensors; JSON in a checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    """Batches of this epoch that are done."""
+    nonfinite_steps: int = 0
+    best_epoch: int = -1
+    best_score: float = -math.inf
+    finished: bool = False
+    history: list[dict[str, float]] = field(default_factory=list)
+    """One entry for each step and each validation, in order."""
+
+
+OnCheckpoint = Callable[[Position, dict[str, Tensor]], None]
+OnStep = Callable[[int, int, str], None]
+
+
+class Training:
+    """One training of one draft."""
+
+    def __init__(
+        self,
+        draft: Eagle3DraftModel,
+        train: Sequence[TrainingSample],
+        val: Sequence[TrainingSample],
+        *,
+        settings: TrainSettings,
+        precision: str,
+        train_lengths: Sequence[int],
+        val_lengths: Sequence[int],
+    ) -> None:
+        self.draft, self._settings, self._precision = draft, settings, precision
+        self._train, self._val = train, val
+        self._lengths, self._val_lengths = list(train_lengths), list(val_lengths)
+        self.parameters = trainable_parameters(draft)
+        self._device = next(iter(self.parameters.values())).device
+        self._optimizer = self._make_optimizer()
+        self._initial = {name: value.detach().clone() for name, value in self.parameters.items()}
+        self._best = {name: value.detach().clone() for name, value in self.parameters.items()}
+        self.position = Position()
+        self._steps_of_epoch = [len(self._batches(epoch)) for epoch in range(settings.epochs)]
+        self.total_steps = sum(self._steps_of_epoch)
+
+    def run(self, *, on_checkpoint: OnCheckpoint, on_step: OnStep) -> dict[str, Tensor]:
+        """Train from the current position to the end; returns the best weights by name.
+
+        `on_checkpoint(position, tensors)` is called every `checkpoint_seconds` and after every epoch;
+        `on_step(steps done, total steps, note)` after every step.
+        Raises TrainingDivergedError past the budget of non-finite steps.
+        """
+        saved = time.monotonic()
+        while not self.position.finished:
+            for batch in self._remaining_batches():
+                self._step(batch)
+                on_step(self.position.step, self.total_steps, self._note())
+                if time.monotonic() - saved >= self._settings.checkpoint_seconds:
+                    on_checkpoint(self.position, self.state())
+                    saved = time.monotonic()
+            self._end_epoch()
+            on_checkpoint(self.position, self.state())
+            saved = time.monotonic()
+        return self._best
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all tensors that the training is made of: weights, best weights, moments, RNG state."""
+        tensors = {"rng": torch.get_rng_state()}
+        for name, value in self.parameters.items():
+            tensors[f"weights/{name}"] = value.detach()
+            tensors[f"best/{name}"] = self._best[name]
+            moments = self._optimizer.state.get(value, {})
+            for key, moment in moments.items():
+                tensors[f"optimizer/{key}/{name}"] = torch.as_tensor(moment)
+        return tensors
+
+    def resume(self, position: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Go on from a checkpoint; ValueError when it is of another draft."""
+        wanted = {f"weights/{name}" for name in self.parameters}
+        present = {name for name in tensors if name.startswith("weights/")}
+        if wanted != present:
+            raise ValueError(
+                f"the checkpoint holds other weights than the draft: {sorted(wanted ^ present)[:4]}; "
+                "it belongs to another draft"
+            )
+        self.position = Position(**position)
+        torch.set_rng_state(tensors["rng"])
+        with torch.no_grad():
+            for name, value in self.parameters.items():
+                value.copy_(tensors[f"weights/{name}"])
+                self._best[name] = tensors[f"best/{name}"].to(self._device).clone()
+                prefix = "optimizer/"
+                moments = {
+                    key.removeprefix(prefix).split("/", 1)[0]: moment
+                    for key, moment in tensors.items()
+                    if key.startswith(prefix) and key.split("/", 2)[2] == name
+                }
+                if moments:
+                    self._optimizer.state[value] = {
+                        key: moment.to(self._device).clone() for key, moment in moments.items()
+                    }
+
+    def unmoved(self) -> list[str]:
+        """Return the trainable tensors that training has left exactly as they were at the start."""
+        return [
+            name
+            for name, value in self.parameters.items()
+            if torch.equal(value, self._initial[name])
+        ]
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Return loss, per-step accuracies and expected acceptance length on the validation side."""
+        sums: dict[str, float] = {}
+        for indices in plan_batches(
+            self._val_lengths,
+            tokens_per_batch=self._settings.tokens_per_batch,
+            seed=0,
+            epoch=0,
+            shuffle=False,
+        ):
+            batch = pack([self._val[i] for i in indices]).to(self._device)
+            result = self._forward(batch)
+            for name, value in result.metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return means(sums)
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        matrices = [value for value in self.parameters.values() if value.dim() > 1]
+        vectors = [value for value in self.parameters.values() if value.dim() <= 1]
+        return torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": self._settings.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=self._settings.lr,
+            betas=(0.9, self._settings.beta2),
+            fused=True,
+        )
+
+    def _batches(self, epoch: int) -> list[list[int]]:
+        return plan_batches(
+            self._lengths,
+            tokens_per_batch=self._settings.tokens_per_batch,
+            seed=self._settings.seed,
+            epoch=epoch,
+        )
+
+    def _remaining_batches(self) -> Iterator[list[int]]:
+        yield from self._batches(self.position.epoch)[self.position.batch :]
+
+    def _forward(self, batch: Any) -> Any:
+        return training_forward(
+            self.draft,
+            batch,
+            ttt_steps=self._settings.ttt_steps,
+            loss=self._settings.loss,
+            step_loss_decay=self._settings.ttt_step_decay,
+            precision=self._precision,
+        )
+
+    def _step(self, indices: list[int]) -> None:
+        position = self.position
+        rate = learning_rate(position.step, self.total_steps, self._settings)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        batch = pack([self._train[i] for i in indices]).to(self._device)
+        result = self._forward(batch)
+        result.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.parameters.values(), self._settings.max_grad_norm
+        )
+        loss, gradient = float(result.loss.detach()), float(norm)
+        if math.isfinite(loss) and math.isfinite(gradient):
+            self._optimizer.step()
+        else:
+            self._count_nonfinite(loss, gradient)
+        self._optimizer.zero_grad(set_to_none=True)
+        sums = {name: float(value) for name, value in result.metrics.items()}
+        position.step += 1
+        position.batch += 1
+        position.history.append(
+            {
+                "step": position.step,
+                "epoch": position.epoch,
+                "validation": 0,
+                "lr": rate,
+                "gradient_norm": gradient,
+                "tokens": len(batch),
+                **means(sums),
+                "loss": loss,
+            }
+        )
+
+    def _count_nonfinite(self, loss: float, gradient: float) -> None:
+        """A step that is no number is never taken: it is counted, and too many end the training."""
+        self.position.nonfinite_steps += 1
+        allowed = self._settings.max_nonfinite_steps
+        if self.position.nonfinite_steps > allowed:
+            raise TrainingDivergedError(
+                f"step {self.position.step + 1}: loss {loss}, gradient norm {gradient}; "
+                f"{self.position.nonfinite_steps} such steps, more than train.max_nonfinite_steps {allowed}; "
+                "lower train.lr or look at the captured states"
+            )
+
+    def _end_epoch(self) -> None:
+        position = self.position
+        score = float(position.epoch)
+        if self._val:
+            metrics = self.validate()
+            score = metrics["acceptance_length"]
+            position.history.append(
+                {"step": position.step, "epoch": position.epoch, "validation": 1, **metrics}
+            )
+        if score > position.best_score:
+            position.best_score, position.best_epoch = score, position.epoch
+            self._best = {name: value.detach().clone() for name, value in self.parameters.items()}
+        patience = self._settings.early_stop_epochs
+        stale = position.epoch - position.best_epoch
+        position.epoch += 1
+        position.batch = 0
+        position.finished = position.epoch == self._settings.epochs or 0 < patience <= stale
+
+    def _note(self) -> str:
+        last = self.position.history[-1]
+        return (
+            f"epoch {self.position.epoch + 1}, loss {last['loss']:.3f}, "
+            f"first-token accuracy {last['full_acc_0']:.3f}"
+        )
+
+
+def means(sums: dict[str, float]) -> dict[str, float]:
+    """Turn summed `<name>_sum` and `<name>_total` metrics into means, with the expected acceptance length."""
+    names = {name.removesuffix("_sum") for name in sums if name.endswith("_sum")}
+    result = {name: sums[f"{name}_sum"] / max(sums[f"{name}_total"], 1.0) for name in sorted(names)}
+    result["acceptance_length"] = expected_acceptance_length(sums)
+    return result
+
+
+def learning_rate(step: int, total_steps: int, settings: TrainSettings) -> float:
+    """Return the rate of optimizer step `step` (from 0): linear warm-up, then the schedule down to zero."""
+    warmup = math.ceil(settings.warmup_ratio * total_steps)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, total_steps - warmup)
+    if settings.schedule == "constant":
+        return settings.lr
+    if settings.schedule == "linear":
+        return settings.lr * (1 - done)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))

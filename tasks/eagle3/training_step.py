@@ -1,0 +1,247 @@
+"""One training step's loss: the numbers of speculators' forward, without the work nobody needs.
+
+A row is computed at a TTT step only if a supervised target depends on it; the embedding's half of
+the projections is done once for all steps; norm gains are folded into the matrices behind them, so
+that frozen inputs need no gradient; head and loss run at supervised rows, all steps together.
+
+T = packed rows, K = TTT steps, N_k = query rows of step k, M = rows with step-0 keys, H = hidden
+size, A = captured layers, C = head width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tasks.eagle3.batches import PackedBatch
+from tasks.eagle3.draft import Eagle3DraftModel, eager_loss
+from tasks.eagle3.draft_layer import DraftLayer, LayerMemory, Rotation
+from tasks.eagle3.loss import REDUCTION_EPS, LossInputs, ttt_loss
+from tasks.eagle3.row_ops import normalize, select_rows
+from tasks.eagle3.step_plan import StepPlan, StepRows, plan_steps
+
+Precision = Literal["fp32", "bf16"]
+"""`fp32`: products in the parameters' own dtype. `bf16`: products in bf16; weights, residual
+stream, softmax and loss stay fp32."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A batch's loss and what was counted on the way."""
+
+    loss: Tensor  # scalar, with gradient
+    metrics: dict[str, Tensor]  # `<name>_sum` and `<name>_total`: add up over batches, then divide
+
+
+def plan_batch(draft: Eagle3DraftModel, batch: PackedBatch, *, ttt_steps: int) -> StepPlan:
+    """The batch's plan, made on the host: do it while the batch is still there."""
+    return plan_steps(
+        batch.loss_mask, batch.document_ids, ttt_steps=ttt_steps, num_layers=len(draft.layers)
+    )
+
+
+def training_forward(
+    draft: Eagle3DraftModel,
+    batch: PackedBatch,
+    *,
+    ttt_steps: int,
+    loss: str = "kl_div",
+    step_loss_decay: float = 1.0,
+    precision: Precision = "fp32",
+    plan: StepPlan | None = None,
+) -> StepResult:
+    """Loss (with gradient) and metrics of a batch on the draft's device.
+
+    Equals `Eagle3DraftModel.forward` of speculators 0.9.0 in loss, metrics and every gradient.
+    Under `torch.no_grad()` nothing is kept for a backward. `plan` is `plan_batch`'s for this batch
+    (without it the step waits for the mask to come from the device).
+    Raises ValueError for unknown losses, for batches without supervision, and for drafts with
+    features that the step does not compute.
+    """
+    _check_draft(draft)
+    loss_function = None if loss == "kl_div" else eager_loss(loss)
+    plan = plan or plan_batch(draft, batch, ttt_steps=ttt_steps)
+    if len(plan.steps) != ttt_steps or plan.rows != len(batch):
+        raise ValueError(
+            f"the plan is for {plan.rows} rows and {len(plan.steps)} steps, the batch has "
+            f"{len(batch)} rows and {ttt_steps} steps; plan each batch anew"
+        )
+    device = draft.fc.weight.device
+    plan = plan.to(device)
+    dtype = torch.bfloat16 if precision == "bf16" else draft.fc.weight.dtype
+    hidden = _run_steps(draft, batch, plan, dtype)  # [sum of N_k, H]
+    targets = batch.last.index_select(0, plan.targets).to(draft.fc.weight.dtype)  # [U, H]
+    with torch.no_grad():
+        target_states = draft.verifier_norm(targets).to(dtype)
+    inputs = LossInputs(
+        head=draft.lm_head.weight.detach().to(dtype),
+        target_head=draft.verifier_lm_head.weight.detach().to(dtype),
+        target_states=target_states,
+        scored=plan.scored,
+        weights=plan.weights,
+        step_scales=tuple(
+            step_loss_decay**k / (count + REDUCTION_EPS) for k, count in enumerate(plan.supervised)
+        ),
+        loss_function=loss_function,
+    )
+    total, step_losses, matches = ttt_loss(hidden, inputs=inputs)
+    metrics = _metrics(total.detach(), step_losses, matches, plan, batch.loss_mask)
+    return StepResult(loss=total, metrics=metrics)
+
+
+def expected_acceptance_length(metrics: Mapping[str, Tensor | float]) -> float:
+    """Tokens that a round of drafting is expected to yield, from summed metrics.
+
+    1 + the sum over steps of the product of the conditional accuracies so far: the verifier's own
+    token plus each drafted one whose predecessors were right too.
+    """
+    length, reach, k = 1.0, 1.0, 0
+    while f"cond_acc_{k}_sum" in metrics:
+        total = float(metrics[f"cond_acc_{k}_total"])
+        reach *= float(metrics[f"cond_acc_{k}_sum"]) / total if total else 0.0
+        length += reach
+        k += 1
+    return length
+
+
+@dataclass
+class _Unrolled:
+    """The draft unrolled over the steps of one batch."""
+
+    draft: Eagle3DraftModel
+    batch: PackedBatch
+    plan: StepPlan
+    layers: list[DraftLayer]
+    memories: list[LayerMemory]
+    embeds: tuple[Tensor, Tensor]  # [., Q * C] and [., 2 * V * C]
+
+    def step(self, k: int, hidden: Tensor) -> Tensor:
+        """All layers of one step: [M, H] (step 0) or [N_k, H] in, [N_k, H] out."""
+        plan = self.plan
+        tables = self.draft.rotary_emb(hidden, (self.batch.position_ids + k)[None])
+        cos, sin = (table[0] for table in tables)  # [T, C]
+        key_rows = plan.steps[k].positions if k else plan.key_rows
+        key_embeds = plan.steps[k].key_embeds if k else plan.key_rows_in_embeds
+        last = len(self.layers) - 1
+        for index, (layer, memory) in enumerate(zip(self.layers, self.memories, strict=True)):
+            # At step 0 a layer below the last is needed wherever the next one has keys.
+            everywhere = plan.all_rows if k == 0 and index < last else None
+            rows = everywhere or plan.steps[k]
+            embeds = None
+            if index == 0:
+                embeds = (
+                    select_rows(self.embeds[0], rows.query_embeds),
+                    select_rows(self.embeds[1], key_embeds),
+                )
+            hidden = layer(
+                hidden,
+                queries=None if k or everywhere else rows.from_previous,
+                embeds=embeds,
+                rotation=Rotation(
+                    query_cos=cos[rows.positions],
+                    query_sin=sin[rows.positions],
+                    key_cos=cos[key_rows],
+                    key_sin=sin[key_rows],
+                ),
+                memory=memory,
+                tiles=rows.tiles,
+            )
+        return hidden
+
+    def narrow(self, hidden: Tensor, rows: StepRows) -> Tensor:
+        """Leave behind what the next step does not need."""
+        for memory in self.memories:
+            memory.keep(rows.from_previous)
+        return select_rows(hidden, rows.from_previous)
+
+
+def _run_steps(
+    draft: Eagle3DraftModel, batch: PackedBatch, plan: StepPlan, dtype: torch.dtype
+) -> Tensor:
+    """The rows that the head reads, of all steps one after the other: [sum of N_k, H]."""
+    layers = [
+        DraftLayer(layer, first=index == 0, dtype=dtype) for index, layer in enumerate(draft.layers)
+    ]
+    unrolled = _Unrolled(
+        draft=draft,
+        batch=batch,
+        plan=plan,
+        layers=layers,
+        memories=[LayerMemory() for _ in layers],
+        embeds=_project_embeds(draft, layers[0], batch, plan),
+    )
+    hidden = _project_aux(draft, batch.aux.index_select(0, plan.key_rows), dtype)  # [M, H]
+    outputs: list[Tensor] = []
+    for k, rows in enumerate(plan.steps):
+        hidden = unrolled.step(k, unrolled.narrow(hidden, rows) if k else hidden)  # [N_k, H]
+        if draft.config.norm_output:
+            hidden = _final_norm(draft, hidden)
+        outputs.append(hidden)
+    together = torch.cat(outputs)
+    return together if draft.config.norm_output else _final_norm(draft, together)
+
+
+def _project_embeds(
+    draft: Eagle3DraftModel, layer: DraftLayer, batch: PackedBatch, plan: StepPlan
+) -> tuple[Tensor, Tensor]:
+    """The frozen embeddings' part of the first layer's projections, for all steps."""
+    with torch.no_grad():
+        rows = draft.embed_tokens(batch.input_ids.index_select(0, plan.key_embeds))  # [E, H]
+        normed = normalize(rows, eps=layer.eps, dtype=layer.dtype)
+        at = torch.searchsorted(plan.key_embeds, plan.query_embeds)
+        for_queries = normed if len(at) == len(normed) else normed.index_select(0, at)
+    return layer.project_embeds(for_queries, normed)
+
+
+def _project_aux(draft: Eagle3DraftModel, aux: Tensor, dtype: torch.dtype) -> Tensor:
+    """Captured states [M, A * H] to the draft's input [M, H], gains of the norms in the matrix."""
+    weight, wide = draft.fc.weight, aux.to(draft.fc.weight.dtype)
+    if draft.input_norm is not None:
+        norm = draft.input_norm
+        wide = normalize(wide, eps=norm.variance_epsilon, dtype=wide.dtype)
+        weight = weight * norm.weight
+    if draft.fc_norm is not None:
+        norms = list(draft.fc_norm)
+        by_layer = wide.unflatten(1, (len(norms), -1))  # [M, A, H]
+        wide = normalize(by_layer, eps=norms[0].variance_epsilon, dtype=wide.dtype).flatten(1)
+        weight = weight * torch.cat([norm.weight for norm in norms])
+    return linear(wide.to(dtype), weight.to(dtype)).to(draft.fc.weight.dtype)
+
+
+def _final_norm(draft: Eagle3DraftModel, hidden: Tensor) -> Tensor:
+    normed = normalize(hidden, eps=draft.norm.variance_epsilon, dtype=hidden.dtype)
+    return normed * draft.norm.weight
+
+
+@torch.no_grad()
+def _metrics(
+    total: Tensor, step_losses: Tensor, matches: Tensor, plan: StepPlan, loss_mask: Tensor
+) -> dict[str, Tensor]:
+    """Sums and counts by speculators' rules; a row's later steps count while it is right so far."""
+    steps = len(plan.steps)
+    one = torch.ones_like(total)
+    by_target = matches.new_zeros(plan.rows, steps).index_copy_(0, plan.targets, matches)
+    right_so_far = loss_mask.clone()  # [T], at the row where the drafting starts
+    metrics = {"loss_sum": total.clone(), "loss_total": one}
+    for k in range(steps):
+        starts = max(plan.rows - k, 0)
+        candidates = right_so_far[:starts]
+        cond_total = candidates.sum().to(total.dtype)
+        candidates &= by_target[k:, k]
+        correct = (candidates & loss_mask[k:]).sum().to(total.dtype)
+        metrics[f"loss_{k}_sum"], metrics[f"loss_{k}_total"] = step_losses[k], one
+        metrics[f"full_acc_{k}_sum"] = correct
+        metrics[f"full_acc_{k}_total"] = one * plan.supervised[k]
+        metrics[f"cond_acc_{k}_sum"] = correct
+        metrics[f"cond_acc_{k}_total"] = cond_total
+    return metrics
+
+
+def _check_draft(draft: Eagle3DraftModel) -> None:
+    if draft.uses_sliding_window_attn:
+        raise ValueError("the draft has sliding-window layers; the training step attends fully")
+    if draft.config.embed_requires_grad:
+        raise ValueError("embed_requires_grad is set; the training step keeps embeddings frozen")

@@ -1,0 +1,259 @@
+"""Facts of a verifier, read from its config and its safetensors headers without torch or its code.
+
+V = verifier vocabulary, H = verifier hidden size, L = decoder layers. The three tensors a draft needs
+are the embedding [V, H], the final norm [H] and the head [V, H]; they are found by suffix, whatever
+the prefix of the architecture is.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from tasks.eagle3.verifier_config import (
+    eos_token_ids,
+    find_text_config,
+    read_config,
+    refuse_head_transforms,
+    required_number,
+    without_incidentals,
+)
+from tasks.eagle3.weight_files import (
+    TensorEntry,
+    VerifierError,
+    content_sample_digest,
+    read_weight_files,
+)
+
+__all__ = [
+    "VerifierError",
+    "VerifierFacts",
+    "check_layer_ids",
+    "default_layer_ids",
+    "identity",
+    "read_facts",
+]
+
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+
+# A tensor inside a decoder layer: DeepSeek-V3's multi-token-prediction layer has its own embedding.
+_INSIDE_LAYER = re.compile(r"(^|\.)(layers|blocks|h)\.\d+\.")
+
+# Tokenizer, template and generation: they decide ids, texts and stops.
+_IDENTITY_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+
+
+class VerifierFacts(BaseModel):
+    """What the other stages need to know about a verifier."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    model_type: str
+    """The top-level config's model_type."""
+    architectures: tuple[str, ...]
+    """The top-level config's class names."""
+    config_path: tuple[str, ...]
+    """Keys from the top of config.json to the language model's config; empty when it is the top."""
+    text_config: dict[str, Any]
+    """The language model's config, as written in config.json."""
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tied: bool
+    """Whether the head is the embedding."""
+    embed_key: str
+    norm_key: str
+    head_key: str
+    """Equal to embed_key when tied."""
+    files: dict[str, str]
+    """File name of each of the three keys."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a text: generation_config.json's, else the config's."""
+    dtype: str | None
+    """dtype the config states, such as "bfloat16"."""
+
+
+def read_facts(directory: Path) -> VerifierFacts:
+    """Return the facts of the checkpoint in `directory`.
+
+    Raises VerifierError when files are missing, short or contradict each other, and when the model's
+    head needs a transform that is not implemented here (a wrong head would train a draft on wrong
+    targets in silence).
+    """
+    config = read_config(directory)
+    config_path, text = find_text_config(config, directory)
+    refuse_head_transforms(config, text)
+    tensors = {
+        key: entry
+        for file in read_weight_files(directory)
+        for key, entry in file.tensors.items()
+        if not _INSIDE_LAYER.search(key)
+    }
+    embed_key = _one_match(tensors, "embed_tokens.weight", directory)
+    norm_key = _find_norm(tensors, embed_key, directory)
+    head_key = _find_head(tensors, embed_key, config, text, directory=directory)
+    hidden, vocab = text["hidden_size"], text["vocab_size"]
+    for key, shape in (
+        (embed_key, (vocab, hidden)),
+        (norm_key, (hidden,)),
+        (head_key, (vocab, hidden)),
+    ):
+        _check_tensor(key, tensors[key], shape, directory=directory)
+    return VerifierFacts(
+        model_type=str(config.get("model_type", text.get("model_type", ""))),
+        architectures=tuple(config.get("architectures") or text.get("architectures") or ()),
+        config_path=config_path,
+        text_config=text,
+        hidden_size=hidden,
+        num_hidden_layers=text["num_hidden_layers"],
+        vocab_size=vocab,
+        rms_norm_eps=required_number(text, "rms_norm_eps", directory),
+        max_position_embeddings=required_number(text, "max_position_embeddings", directory),
+        tied=head_key == embed_key,
+        embed_key=embed_key,
+        norm_key=norm_key,
+        head_key=head_key,
+        files={key: tensors[key].file for key in (embed_key, norm_key, head_key)},
+        eos_token_ids=eos_token_ids(directory, config, text),
+        dtype=next(
+            (c[k] for c in (text, config) for k in ("dtype", "torch_dtype") if c.get(k)), None
+        ),
+    )
+
+
+def identity(directory: Path) -> str:
+    """Return the sha256 of what a verifier is, wherever its directory lies and whatever its name.
+
+    It covers the config, each weight file's name, size, header and a sample of its content, and the
+    content of tokenizer, template, generation config and code files. Raises VerifierError when files
+    are missing, short or do not belong together.
+    """
+    config = read_config(directory)
+    weights = {
+        file.name: [file.file_bytes, file.header_digest, content_sample_digest(directory, file)]
+        for file in read_weight_files(directory)
+    }
+    names = [*_IDENTITY_FILES, *sorted(path.name for path in directory.glob("*.py"))]
+    others = {
+        name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        for name in names
+        if (directory / name).is_file()
+    }
+    whole = {"config": without_incidentals(config), "weights": weights, "files": others}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+def default_layer_ids(num_layers: int) -> list[int]:
+    """Return [2, L // 2, L - 3], speculators' default layers; ValueError when L is below 7."""
+    if num_layers < 7:
+        raise ValueError(
+            "the default layers [2, L // 2, L - 3] need 7 layers or more, the verifier has "
+            f"{num_layers}; name the layers in capture.layers"
+        )
+    return [2, num_layers // 2, num_layers - 3]
+
+
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
+    """Raise ValueError unless the ids are ascending, each once, within [0, num_layers).
+
+    Id i is the input of decoder layer i: transformers' hidden_states[i], vLLM's id i.
+    """
+    ids = list(layer_ids)
+    if not ids:
+        raise ValueError(
+            "capture.layers is empty; name at least one layer or drop it for the default"
+        )
+    if ids != sorted(set(ids)):
+        raise ValueError(
+            f"capture.layers {ids} must be ascending and name each layer once: use {sorted(set(ids))}"
+        )
+    if ids[0] < 0 or ids[-1] >= num_layers:
+        raise ValueError(
+            f"capture.layers {ids} must lie in [0, {num_layers}): the verifier has {num_layers} layers "
+            "and id i is the input of layer i (the state after the last is always stored beside them)"
+        )
+
+
+def _one_match(tensors: Mapping[str, TensorEntry], suffix: str, directory: Path) -> str:
+    matches = [key for key in tensors if key == suffix or key.endswith("." + suffix)]
+    if len(matches) != 1:
+        found = (
+            f"{len(matches)} tensors end in it: {', '.join(sorted(matches))}"
+            if matches
+            else "none does"
+        )
+        raise VerifierError(f"{directory}: exactly one tensor must end in {suffix}, but {found}")
+    return matches[0]
+
+
+def _find_norm(tensors: Mapping[str, TensorEntry], embed_key: str, directory: Path) -> str:
+    # The decoder's norm lies beside its embedding; towers and projectors have final norms too.
+    beside = embed_key.removesuffix("embed_tokens.weight") + "norm.weight"
+    norm_key = beside if beside in tensors else _one_match(tensors, "norm.weight", directory)
+    bias = norm_key.removesuffix("weight") + "bias"
+    if bias in tensors:
+        raise VerifierError(
+            f"{directory}: {bias} exists, so the final norm is a LayerNorm; "
+            "only RMS norms are supported"
+        )
+    return norm_key
+
+
+def _find_head(
+    tensors: Mapping[str, TensorEntry],
+    embed_key: str,
+    config: dict[str, Any],
+    text: dict[str, Any],
+    *,
+    directory: Path,
+) -> str:
+    """Return the key of the head's own tensor when there is one (so does transformers 5), else embed_key."""
+    parts = sorted(key for key in tensors if re.search(r"(^|\.)lm_head\.", key))
+    others = [key for key in parts if not key.endswith("lm_head.weight")]
+    if others:
+        raise VerifierError(
+            f"{directory} stores its head with {', '.join(others)}: a quantized head or one with a bias "
+            "is not supported; use a checkpoint whose lm_head is plain"
+        )
+    if parts:
+        return _one_match(tensors, "lm_head.weight", directory)
+    stated = [c["tie_word_embeddings"] for c in (config, text) if "tie_word_embeddings" in c]
+    if stated and not any(stated):
+        raise VerifierError(
+            f"{directory} has no lm_head.weight although its config says tie_word_embeddings = "
+            "false; the checkpoint is incomplete: fetch it again"
+        )
+    return embed_key
+
+
+def _check_tensor(key: str, entry: TensorEntry, shape: tuple[int, ...], *, directory: Path) -> None:
+    if entry.shape != shape:
+        raise VerifierError(
+            f"{directory / entry.file}: {key} has shape {list(entry.shape)}, the config says "
+            f"{list(shape)}; config and weights are of different models"
+        )
+    if entry.dtype not in PLAIN_DTYPES:
+        raise VerifierError(
+            f"{directory / entry.file}: {key} is stored as {entry.dtype}; only "
+            f"{', '.join(PLAIN_DTYPES)} can be read (the layers may be quantized, this one may not)"
+        )

@@ -1,0 +1,338 @@
+"""The transformers engine: loads a verifier, captures its states, writes greedy answers.
+
+It runs in child processes, never in the flow's.
+
+B = batch, S = longest sequence of the batch, T = tokens of the batch without padding, n = tokens of
+one sample, A = captured layers, H = verifier hidden size.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tasks.eagle3.hidden_states import StateHooks, find_decoder
+from tasks.eagle3.verifier import VerifierError, VerifierFacts, check_layer_ids, read_facts
+
+logger = logging.getLogger(__name__)
+
+ProgressCallback = Callable[[int], None]
+
+
+class CaptureMemoryError(RuntimeError):
+    """One sample alone does not fit the device's memory."""
+
+
+class CapturedStates(NamedTuple):
+    """States of one sample on the CPU."""
+
+    aux: Tensor
+    """[n, A * H], layers in ascending order."""
+    last: Tensor
+    """[n, H], before the final norm."""
+
+
+def load_verifier_model(
+    directory: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    threads: int | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Load a checkpoint's language model, in eval mode, from local files only.
+
+    Of a composite checkpoint (Kimi-K2.5, vision models) the language model alone is loaded.
+    `device` is "cpu", "cuda:0", ... or "auto" (spread over the GPUs there are). On a CPU compute in
+    fp32: bf16 is some 20 times slower there.
+
+    Raises VerifierError when the checkpoint lacks weights the model needs (transformers would
+    leave them random).
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds to import
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    facts = read_facts(directory)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "local_files_only": True,
+        "trust_remote_code": trust_remote_code,
+        "output_loading_info": True,
+    }
+    if facts.config_path:
+        whole = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        options["config"] = _text_config(whole, facts)
+        options["key_mapping"] = text_key_mapping(facts)
+    if device != "cpu":
+        options["device_map"] = device
+    loader: Any = AutoModelForCausalLM  # with output_loading_info it returns a pair
+    model, info = loader.from_pretrained(directory, **options)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise VerifierError(
+            f"{directory}: {len(missing)} weights of {type(model).__name__} are not in the checkpoint "
+            f"(first: {missing[0]}); it would run with random ones"
+        )
+    model.requires_grad_(requires_grad=False)
+    return model.eval()
+
+
+def text_key_mapping(facts: VerifierFacts) -> dict[str, str]:
+    """Return patterns that take a composite checkpoint's keys to those of its language model."""
+    base = facts.embed_key.removesuffix("embed_tokens.weight")
+    mapping = {f"^{re.escape(base)}": "model."}
+    if not facts.tied:
+        mapping[f"^{re.escape(facts.head_key)}$"] = "lm_head.weight"
+    return mapping
+
+
+class CaptureEngine:
+    """Captures the states of many samples: base model only, so no logits are ever computed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer_ids: Sequence[int],
+        *,
+        store_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self._decoder = find_decoder(model)
+        check_layer_ids(layer_ids, len(self._decoder.layers))
+        self._hooks = StateHooks(model, layer_ids)
+        self._layer_ids = tuple(layer_ids)
+        self._store_dtype = store_dtype
+        self._device = next(model.parameters()).device
+
+    def capture(
+        self,
+        samples: Sequence[Sequence[int]],
+        *,
+        tokens_per_batch: int,
+        progress: ProgressCallback | None = None,
+    ) -> list[CapturedStates]:
+        """Return the states of each sample, in the order given.
+
+        Batches hold samples of like length, `tokens_per_batch` padded tokens at most (a longer sample
+        runs alone). A batch that does not fit the memory is halved and tried again. `progress` gets
+        the count of tokens done so far. Raises ValueError for an empty sample, CaptureMemoryError
+        when one sample alone does not fit.
+        """
+        lengths = [len(sample) for sample in samples]
+        results: dict[int, CapturedStates] = {}
+        in_flight: _InFlight | None = None
+        with torch.inference_mode(), self._hooks:
+            for batch in self._run_all(samples, plan_batches(lengths, tokens_per_batch)):
+                # The copy of the batch before goes on while this one was being queued.
+                if in_flight is not None:
+                    results.update(in_flight.finish())
+                    _report(progress, results)
+                in_flight = batch
+        if in_flight is not None:
+            results.update(in_flight.finish())
+            _report(progress, results)
+        return [_checked(results[i], length, index=i) for i, length in enumerate(lengths)]
+
+    def _run_all(
+        self, samples: Sequence[Sequence[int]], batches: list[list[int]]
+    ) -> Iterator["_InFlight"]:
+        waiting = batches[::-1]
+        while waiting:
+            batch = waiting.pop()
+            try:
+                yield self._run(samples, batch)
+                continue
+            except torch.OutOfMemoryError as error:
+                reason = str(error).split(". ")[0]
+            # Out of the handler: its traceback holds the failed pass's tensors.
+            self._hooks.clear()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            if len(batch) == 1:
+                raise CaptureMemoryError(
+                    f"one sample of {len(samples[batch[0]])} tokens does not fit the memory of "
+                    f"{self._device} ({reason}); lower tokenize.max_tokens or use more GPUs"
+                )
+            logger.warning("batch of %d samples does not fit, halving it: %s", len(batch), reason)
+            middle = len(batch) // 2
+            waiting += [batch[middle:], batch[:middle]]
+
+    def _run(self, samples: Sequence[Sequence[int]], batch: list[int]) -> "_InFlight":
+        lengths = [len(samples[i]) for i in batch]
+        longest = max(lengths)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)  # [B, S]
+        for row, i in enumerate(batch):
+            ids[row, : lengths[row]] = torch.as_tensor(samples[i], dtype=torch.long)
+        real = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]  # [B, S]
+        # No attention mask: padding stands on the right, so causal attention never shows it to a real
+        # token, and without a mask attention takes its fast causal path.
+        self._decoder.base(input_ids=ids.to(self._device), use_cache=False)
+        aux, last = self._hooks.take()
+        places = real.flatten().nonzero()[:, 0]  # [T]
+        packed_aux = self._pack(aux, places)  # [T, A * H]
+        packed_last = self._pack([last], places)  # [T, H]
+        return _InFlight(batch, lengths, packed_aux, packed_last)
+
+    def _pack(self, states: list[Tensor], places: Tensor) -> Tensor:
+        """Real tokens of [B, S, H] states, side by side, in the stored dtype: [T, len(states) * H]."""
+        device, size = states[0].device, states[0].shape[-1]
+        packed = torch.empty(
+            len(places), len(states) * size, dtype=self._store_dtype, device=device
+        )
+        for slot, state in enumerate(states):
+            here = places.to(state.device, non_blocking=True)
+            flat = state.reshape(-1, size).index_select(0, here)  # [T, H]
+            packed[:, slot * size : (slot + 1) * size] = flat
+        return packed
+
+
+class _InFlight:
+    """A batch whose states are on their way to the CPU."""
+
+    def __init__(self, batch: list[int], lengths: list[int], aux: Tensor, last: Tensor) -> None:
+        self._batch, self._lengths = batch, lengths
+        self._pinned = aux.device.type == "cuda"
+        self._event: Any = None
+        if self._pinned:
+            self._aux, self._last = _to_pinned(aux), _to_pinned(last)
+            make_event: Any = torch.cuda.Event
+            self._event = make_event()
+            self._event.record(torch.cuda.current_stream(aux.device))
+        else:
+            self._aux, self._last = aux, last
+
+    def finish(self) -> dict[int, CapturedStates]:
+        """Wait for the copy and give each sample its rows."""
+        if self._event is not None:
+            self._event.synchronize()
+        # Pinned memory goes back to be used again; on the CPU the rows stay views.
+        aux = self._aux.split_with_sizes(self._lengths)
+        last = self._last.split_with_sizes(self._lengths)
+        return {
+            i: CapturedStates(a.clone(), b.clone()) if self._pinned else CapturedStates(a, b)
+            for i, a, b in zip(self._batch, aux, last, strict=True)
+        }
+
+
+def plan_batches(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
+    """Group sample indices, longest first, so that samples times longest <= tokens_per_batch.
+
+    The longest come first: what does not fit the memory fails at once. Raises ValueError for
+    lengths or budgets below 1.
+    """
+    if tokens_per_batch < 1 or min(lengths, default=1) < 1:
+        raise ValueError(
+            f"tokens_per_batch {tokens_per_batch} and every sample's length (shortest "
+            f"{min(lengths, default=1)}) must be at least 1; drop empty samples"
+        )
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= tokens_per_batch:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def greedy_generate(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int],
+    pad_token_id: int,
+    batch_size: int = 16,
+) -> list[list[int]]:
+    """Return each prompt's greedy continuation by transformers' own `generate`, in the order given.
+
+    A continuation ends with the first of `eos_token_ids`, which is part of it, or after
+    `max_new_tokens`. Nothing of the model's own generation settings applies (some change the logits).
+    """
+    from transformers import GenerationConfig  # noqa: PLC0415 - seconds to import
+
+    if min((len(prompt) for prompt in prompts), default=1) < 1:
+        raise ValueError("an empty prompt has no continuation; drop it")
+    make_config: Any = GenerationConfig
+    plain = make_config(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(eos_token_ids) or None,
+        pad_token_id=pad_token_id,
+    )
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    answers: dict[int, list[int]] = {}
+    own, model.generation_config = model.generation_config, plain
+    try:
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            rows = _generate_batch(model, [prompts[i] for i in batch], pad_token_id=pad_token_id)
+            for i, row in zip(batch, rows, strict=True):
+                answers[i] = cut_after_eos(row, eos_token_ids)
+    finally:
+        model.generation_config = own
+    return [answers[i] for i in range(len(prompts))]
+
+
+def cut_after_eos(token_ids: Sequence[int], eos_token_ids: Sequence[int]) -> list[int]:
+    """Return the ids up to and with the first end token."""
+    for place, token_id in enumerate(token_ids):
+        if token_id in eos_token_ids:
+            return list(token_ids[: place + 1])
+    return list(token_ids)
+
+
+@torch.inference_mode()
+def _generate_batch(
+    model: Any, prompts: list[Sequence[int]], *, pad_token_id: int
+) -> list[list[int]]:
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), longest), pad_token_id)  # [B, S], padded on the left
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.as_tensor(prompt, dtype=torch.long)
+        mask[row, longest - len(prompt) :] = 1
+    device = next(model.parameters()).device
+    written = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device))
+    new: list[list[int]] = written[:, longest:].tolist()
+    return new
+
+
+def _text_config(whole: Any, facts: VerifierFacts) -> Any:
+    text = whole.get_text_config()
+    if text.num_hidden_layers != facts.num_hidden_layers or text.vocab_size != facts.vocab_size:
+        raise VerifierError(
+            f"transformers takes {type(text).__name__} with {text.num_hidden_layers} layers for the "
+            f"language model of {facts.model_type}, its config.json has one of "
+            f"{facts.num_hidden_layers}; this composite model is not supported"
+        )
+    # "kimi_k2" survives in a DeepseekV3Config; by that name transformers finds no rules to fuse experts.
+    text.model_type = type(text).model_type
+    quantization = getattr(whole, "quantization_config", None)
+    if quantization is not None and getattr(text, "quantization_config", None) is None:
+        text.quantization_config = quantization
+    return text
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _report(progress: ProgressCallback | None, results: dict[int, CapturedStates]) -> None:
+    if progress is not None:
+        progress(sum(len(states.last) for states in results.values()))
+
+
+def _checked(states: CapturedStates, tokens: int, *, index: int) -> CapturedStates:
+    if len(states.aux) != tokens or len(states.last) != tokens:
+        raise ValueError(
+            f"sample {index} has {tokens} tokens but {len(states.aux)} aux and {len(states.last)} last "
+            "states: the verifier returned a part of them"
+        )
+    return states

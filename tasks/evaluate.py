@@ -1,0 +1,121 @@
+"""Stage evaluate: held-out prompts, verifier and draft -> acceptance length by real greedy speculative decoding."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field, PositiveInt
+
+from storage.artifacts import Identity
+from storage.layout import EVALUATION, REFERENCE
+from storage.store import Store
+from tasks.eagle3.draft_settings import DraftSettings
+from tasks.load_verifier import Verifier
+from tasks.stage import StageResult, build_parts, stage_task
+from tasks.stage_settings import StageSettings
+from tasks.train import draft_parts
+
+VERSION = 1
+MODULE = "tasks.jobs.evaluate"
+
+
+class EvaluateSettings(StageSettings):
+    """How the draft is judged."""
+
+    resources: ClassVar[frozenset[str]] = frozenset({"device", "batch_size"})
+
+    prompts: PositiveInt = 24
+    """Held-out prompts that are decoded."""
+    max_new_tokens: PositiveInt = 128
+    """Longest answer, in tokens."""
+    draft_tokens: PositiveInt = 3
+    """Tokens the draft proposes in each round."""
+    dtype: str = Field(default="auto", pattern=r"^(auto|float32|bfloat16)$")
+    """What the verifier computes in; auto: float32 on a CPU, else as its weights are stored."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """auto, cpu or cuda."""
+    batch_size: PositiveInt = 24
+    """Prompts that are decoded at once."""
+
+
+class OutputDiffersError(ValueError):
+    """Speculative decoding did not give the verifier's own text."""
+
+
+@stage_task
+def evaluate(
+    store: Store,
+    layer_ids: tuple[int, ...],
+    *,
+    conversations: StageResult,
+    split: StageResult,
+    vocab: StageResult,
+    verifier: Verifier,
+    trained: StageResult,
+    draft: DraftSettings,
+    seed: int,
+    settings: EvaluateSettings,
+) -> StageResult:
+    """Decode held-out prompts by the verifier alone, with the untrained draft, and with the trained one.
+
+    The parts of the result are these three: reference, before, after. The texts have to be equal.
+    """
+    drafts = {
+        "before": {"seed": seed, "weights": None},
+        "after": {"seed": seed, "weights": trained.parts[0].path},
+    }
+    prompts = {"conversations": conversations.content, "split": split.content}
+    reference = Identity(
+        stage=REFERENCE,
+        version=VERSION,
+        settings={**settings.identity(), "draft_tokens": None},
+        inputs={**prompts, "verifier": verifier.identity},
+    )
+    common: dict[str, Any] = {
+        "conversations": [part.path for part in conversations.parts],
+        "split": split.parts[0].path,
+        "directory": verifier.directory,
+        "eos_token_ids": list(verifier.facts.eos_token_ids),
+        "settings": settings.model_dump(mode="json"),
+    }
+    wanted, requests = [reference], [{**common, "draft": None}]
+    for name, weights in drafts.items():
+        wanted.append(
+            Identity(
+                stage=EVALUATION,
+                version=VERSION,
+                settings={
+                    **settings.identity(),
+                    "draft": draft.model_dump(mode="json"),
+                    "layers": list(layer_ids),
+                    "seed": seed,
+                },
+                inputs={
+                    **prompts,
+                    "verifier": verifier.identity,
+                    "vocab_map": vocab.content,
+                    "draft": trained.content if weights["weights"] else "untrained",
+                },
+            )
+        )
+        requests.append(
+            {
+                **common,
+                "name": name,
+                "draft": draft_parts(verifier, vocab, layer_ids, draft) | weights,
+                "reference": reference.path,
+            }
+        )
+    result = build_parts(store, wanted, MODULE, requests=requests)
+    _check_equal(result)
+    return result
+
+
+def _check_equal(result: StageResult) -> None:
+    """The run fails when a draft changed what the verifier says."""
+    for part in result.parts[1:]:
+        differing = part.facts["differing"]
+        if differing:
+            raise OutputDiffersError(
+                f"evaluate: speculative decoding changed the text of {len(differing)} of {part.rows} prompts "
+                f"(first at prompt {differing[0]['prompt']}, token {differing[0]['token']}): the draft or the "
+                f"decoding is wrong; the evaluation lies at {part.path}"
+            )

@@ -1,0 +1,90 @@
+"""Job of capture: one row range of the plan -> one shard of hidden states, checked before it is published."""
+
+import functools
+from typing import Any
+
+import torch
+
+from storage import artifacts
+from storage.artifacts import Identity
+from storage.layout import HEAD_FILE, PLAN_TABLE
+from storage.shards import ShardRows, write_shard
+from storage.store import Store
+from storage.tables import read_table
+from tasks.child import ProgressCallback
+from tasks.eagle3.head import VerifierHead, load_head
+from tasks.eagle3.hidden_states import check_states
+from tasks.engines.transformers import CapturedStates, CaptureEngine
+from tasks.jobs.models import load_model
+
+
+@functools.cache
+def _head(store_url: str, path: str) -> VerifierHead:
+    store = Store(store_url)
+    with artifacts.open_file(store, artifacts.require(store, path), HEAD_FILE) as local:
+        return load_head(local)
+
+
+@functools.cache
+def _engine(directory: str, layer_ids: tuple[int, ...], device: str, dtype: str) -> CaptureEngine:
+    model = load_model(directory, device=device, dtype=dtype)
+    return CaptureEngine(model, list(layer_ids), store_dtype=torch.bfloat16)
+
+
+def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
+    """Publish the shard of `request["rows"]`; CanaryError when its states are not the verifier's."""
+    store, wanted = Store(request["store"]), Identity(**request["identity"])
+    settings, layer_ids = request["settings"], tuple(request["layer_ids"])
+    engine = _engine(request["directory"], layer_ids, settings["device"], settings["dtype"])
+    start, stop = request["rows"]
+    plan = artifacts.require(store, request["plan"])
+    with artifacts.open_file(store, plan, PLAN_TABLE) as path:
+        rows = read_table(path).slice(start, stop - start).to_pylist()
+    tokens = [row["input_ids"] for row in rows]
+    reported = 0
+
+    def report(done: int) -> None:
+        nonlocal reported
+        progress({"tokens": done - reported})
+        reported = done
+
+    states = engine.capture(tokens, tokens_per_batch=settings["tokens_per_batch"], progress=report)
+    canary = _canary(request, layer_ids, tokens, states)
+    with artifacts.write(store, wanted) as writer:
+        write_shard(
+            writer,
+            aux=torch.cat([sample.aux for sample in states]),
+            last=torch.cat([sample.last for sample in states]),
+            rows=ShardRows.from_lists([row["sample_id"] for row in rows], tokens),
+            layer_ids=list(layer_ids),
+            codec=settings["codec"],
+        )
+        writer.publish(
+            rows=len(rows),
+            facts={"tokens": sum(map(len, tokens)), "rows": [start, stop], "canary": canary},
+        )
+    return {}
+
+
+def _canary(
+    request: dict[str, Any],
+    layer_ids: tuple[int, ...],
+    tokens: list[list[int]],
+    states: list[CapturedStates],
+) -> dict[str, Any]:
+    """Check samples from the shard's start, middle and end; returns the scores taken together."""
+    settings = request["settings"]
+    model = load_model(request["directory"], device=settings["device"], dtype=settings["dtype"])
+    head = _head(request["store"], request["verifier"])
+    probes = sorted({0, len(tokens) // 2, len(tokens) - 1})
+    scores = [
+        check_states(model, head, tokens[i], states[i].aux, states[i].last, layer_ids)
+        for i in probes
+    ]
+    positions = sum(score.positions for score in scores)
+    agreeing = sum(score.argmax_agreement * score.positions for score in scores)
+    return {
+        "argmax_agreement": round(agreeing / positions, 4),
+        "positions": positions,
+        "aux_error": [round(max(e), 5) for e in zip(*(s.aux_error for s in scores), strict=True)],
+    }

@@ -1,0 +1,81 @@
+"""Build the draft of a run in a child process, from what the stages before have published."""
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from storage import artifacts
+from storage.arrays import read_arrays
+from storage.layout import DRAFT_FILE, FACTS_FILE, HEAD_FILE, VOCAB_FILE
+from storage.manifest import Manifest
+from storage.store import Store
+from tasks.eagle3.draft import Eagle3DraftModel, build_draft, draft_config, trainable_parameters
+from tasks.eagle3.draft_settings import DraftSettings
+from tasks.eagle3.head import VerifierHead, load_head
+from tasks.eagle3.verifier import VerifierFacts
+
+
+def open_facts(store: Store, manifest: Manifest) -> VerifierFacts:
+    """Return the facts of a published verifier."""
+    with artifacts.open_file(store, manifest, FACTS_FILE) as path:
+        return VerifierFacts.model_validate(json.loads(path.read_text())["facts"])
+
+
+def open_head(store: Store, manifest: Manifest) -> VerifierHead:
+    """Return the three tensors of a published verifier."""
+    with artifacts.open_file(store, manifest, HEAD_FILE) as path:
+        return load_head(path)
+
+
+def make_draft(
+    store: Store,
+    parts: dict[str, Any],
+    *,
+    seed: int,
+    draft_tokens: int = 3,
+    verifier_path: str | None = None,
+) -> Eagle3DraftModel:
+    """Build the untrained draft of `tasks.train.draft_parts`, its trainable part drawn from `seed`."""
+    verifier = artifacts.require(store, parts["verifier"])
+    facts, head = open_facts(store, verifier), open_head(store, verifier)
+    with artifacts.open_file(store, artifacts.require(store, parts["vocab_map"]), VOCAB_FILE) as p:
+        vocab = read_arrays(p)
+    config = draft_config(
+        facts.text_config,
+        draft_vocab_size=len(vocab["d2t"]),
+        layer_ids=parts["layer_ids"],
+        settings=DraftSettings.model_validate(parts["draft"]),
+        verifier_name_or_path=verifier_path or parts["directory"],
+        verifier_architectures=facts.architectures,
+        draft_tokens=draft_tokens,
+    )
+    return build_draft(
+        config,
+        embed=head.embed,
+        norm=head.norm,
+        head=head.head,
+        t2d=torch.from_numpy(vocab["t2d"].astype(np.bool_)),
+        d2t=torch.from_numpy(vocab["d2t"]),
+        seed=seed,
+    )
+
+
+def trained_weights(store: Store, path: str) -> dict[str, Tensor]:
+    """Return the trained tensors (fp32, by name) of a published training."""
+    with artifacts.open_file(store, artifacts.require(store, path), DRAFT_FILE) as local:
+        return load_file(local)
+
+
+def load_weights(draft: Eagle3DraftModel, weights: dict[str, Tensor]) -> None:
+    """Put trained tensors into a draft; ValueError when they are not exactly its trainable ones."""
+    parameters = trainable_parameters(draft)
+    if weights.keys() != parameters.keys():
+        differing = sorted(weights.keys() ^ parameters.keys())
+        raise ValueError(f"trained tensors and draft differ: {differing[:4]}")
+    with torch.no_grad():
+        for name, value in parameters.items():
+            value.copy_(weights[name])

@@ -1,0 +1,155 @@
+"""Job of evaluate: greedy texts of the verifier alone, or by speculative decoding with a draft."""
+
+import json
+import random
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from storage import artifacts
+from storage.artifacts import Identity
+from storage.layout import CONVERSATIONS_TABLE, EVALUATION_TABLE, SPLIT_TABLE
+from storage.store import Store
+from storage.tables import EVALUATION_SCHEMA, read_table, write_table
+from tasks.child import ProgressCallback
+from tasks.eagle3.acceptance import compare_texts, is_rounding, margin_at, summarize
+from tasks.eagle3.chat import prompt_tokens
+from tasks.eagle3.conversations import prompts_of
+from tasks.eagle3.speculative import speculative_greedy
+from tasks.engines.transformers import greedy_generate
+from tasks.jobs.drafts import load_weights, make_draft, trained_weights
+from tasks.jobs.models import load_model, load_tokenizer, pad_token_id
+
+SHOWN_TEXTS = 2
+
+
+def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
+    """Publish the reference texts, or the evaluation of the draft of `request["draft"]`."""
+    store, wanted = Store(request["store"]), Identity(**request["identity"])
+    settings = request["settings"]
+    tokenizer = load_tokenizer(request["directory"])
+    model = load_model(request["directory"], device=settings["device"], dtype=settings["dtype"])
+    prompts = [
+        prompt_tokens(tokenizer, history)
+        for history in held_out_prompts(store, request, count=settings["prompts"])
+    ]
+    total = len(prompts) * settings["max_new_tokens"]
+    done = 0
+
+    def advance(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        name = f"evaluate {request['name']}"
+        progress({"stage": name, "done": done, "total": total, "unit": "tokens"})
+
+    if request["draft"] is None:
+        texts = greedy_generate(
+            model,
+            prompts,
+            max_new_tokens=settings["max_new_tokens"],
+            eos_token_ids=request["eos_token_ids"],
+            pad_token_id=pad_token_id(tokenizer),
+            batch_size=settings["batch_size"],
+        )
+        facts: dict[str, Any] = {"tokens": sum(map(len, texts))}
+        accepted: list[list[int]] = [[] for _ in texts]
+    else:
+        texts, accepted, facts = _speculate(store, request, model, prompts, advance)
+        if done < total:
+            advance(total - done)
+    facts["shown"] = [tokenizer.decode(text) for text in texts[:SHOWN_TEXTS]]
+    rows = [
+        {
+            "prompt_ids": prompt,
+            "token_ids": text,
+            "pieces": [tokenizer.decode([token]) for token in text],
+            "accepted_per_round": rounds,
+        }
+        for prompt, text, rounds in zip(prompts, texts, accepted, strict=True)
+    ]
+    with artifacts.write(store, wanted) as writer:
+        with writer.file(EVALUATION_TABLE) as path:
+            write_table(path, rows, schema=EVALUATION_SCHEMA)
+        writer.publish(rows=len(rows), facts=facts)
+    return {}
+
+
+def held_out_prompts(
+    store: Store, request: dict[str, Any], *, count: int
+) -> list[list[dict[str, str]]]:
+    """Return up to `count` conversations without their last answer: of the test side, else of val.
+
+    Raises ValueError when no conversation is held out.
+    """
+    with artifacts.open_file(
+        store, artifacts.require(store, request["split"]), SPLIT_TABLE
+    ) as path:
+        sides = {row["conversation_id"]: row["side"] for row in read_table(path).to_pylist()}
+    side = "test" if "test" in sides.values() else "val"
+    histories: dict[str, list[dict[str, str]]] = {}
+    for part in request["conversations"]:
+        with artifacts.open_file(
+            store, artifacts.require(store, part), CONVERSATIONS_TABLE
+        ) as path:
+            for row in read_table(path).to_pylist():
+                if sides[row["conversation_id"]] == side:
+                    history = prompts_of(json.loads(row["messages"]))
+                    histories.setdefault(json.dumps(history, sort_keys=True), history)
+    if not histories:
+        raise ValueError(
+            "evaluate: no conversation is held out from training; raise split.val_ratio or name a source in "
+            "split.holdout_sources"
+        )
+    ordered = [histories[key] for key in sorted(histories)]
+    random.Random(0).shuffle(ordered)
+    return ordered[:count]
+
+
+def _speculate(
+    store: Store,
+    request: dict[str, Any],
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    advance: Any,
+) -> tuple[list[list[int]], list[list[int]], dict[str, Any]]:
+    """Decode by verifier and draft; returns texts, accepted tokens per round, and the facts."""
+    settings, parts = request["settings"], request["draft"]
+    draft = make_draft(store, parts, seed=parts["seed"])
+    if parts["weights"] is not None:
+        load_weights(draft, trained_weights(store, parts["weights"]))
+    decoded = speculative_greedy(
+        model,
+        draft.to(model.device),
+        prompts,
+        layer_ids=parts["layer_ids"],
+        max_new_tokens=settings["max_new_tokens"],
+        draft_tokens=settings["draft_tokens"],
+        eos_token_ids=request["eos_token_ids"],
+        batch_size=settings["batch_size"],
+        progress=advance,
+    )
+    reference = artifacts.require(store, request["reference"])
+    with artifacts.open_file(store, reference, EVALUATION_TABLE) as path:
+        plain = read_table(path).to_pylist()
+    texts = [row.token_ids for row in decoded]
+    differing, rounded = [], 0
+    for difference in compare_texts([row["token_ids"] for row in plain], texts):
+        prompt = prompts[difference.prompt]
+        before = plain[difference.prompt]["token_ids"][: difference.position]
+        margin = margin_at(model, prompt + before, position=len(prompt) + difference.position)
+        if model.dtype != torch.float32 and is_rounding(difference, margin):
+            rounded += 1
+        else:
+            differing.append({"prompt": difference.prompt, "token": difference.position})
+    summary = asdict(summarize(decoded, draft_tokens=settings["draft_tokens"]))
+    facts = {
+        **{k: round(v, 4) if isinstance(v, float) else v for k, v in summary.items()},
+        "prompts": len(prompts),
+        "differing": differing,
+        "differing_within_rounding": rounded,
+    }
+    facts["per_position"] = [round(v, 4) for v in summary["per_position"]]
+    facts["per_prompt"] = [None if v is None else round(v, 4) for v in summary["per_prompt"]]
+    return texts, [row.accepted_per_round for row in decoded], facts

@@ -1,0 +1,71 @@
+"""Job of export: write the speculator, load it by speculators itself, compare, then publish."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from storage import artifacts
+from storage.artifacts import Identity
+from storage.store import Store
+from tasks.child import ProgressCallback
+from tasks.eagle3.draft import Eagle3DraftModel, load_speculator, save_speculator
+from tasks.jobs.drafts import load_weights, make_draft, trained_weights
+
+
+class ExportMismatchError(RuntimeError):
+    """The checkpoint that speculators loads is not the draft that was trained."""
+
+
+def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
+    """Publish the speculators checkpoint of one trained draft."""
+    store, wanted = Store(request["store"]), Identity(**request["identity"])
+    parts = request["draft"]
+    draft = make_draft(
+        store,
+        parts,
+        seed=parts["seed"],
+        draft_tokens=request["draft_tokens"],
+        verifier_path=parts["directory"],
+    )
+    load_weights(draft, trained_weights(store, parts["weights"]))
+    dtype = getattr(torch, request["dtype"])
+    with artifacts.write(store, wanted) as writer, tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        save_speculator(draft, directory, dtype=dtype)
+        compared = compare(draft, load_speculator(directory), dtype=dtype)
+        if request["verifier_path"] != parts["directory"]:
+            draft.config.speculators_config.verifier.name_or_path = request["verifier_path"]
+            draft.config.save_pretrained(directory)
+        files = sorted(path for path in directory.iterdir() if path.is_file())
+        for file in files:
+            with writer.file(file.name) as path:
+                shutil.copyfile(file, path)
+        writer.publish(
+            rows=compared,
+            facts={
+                "tensors": compared,
+                "dtype": request["dtype"],
+                "bytes": sum(file.stat().st_size for file in files),
+                "verifier": request["verifier_path"],
+            },
+        )
+    return {}
+
+
+def compare(trained: Eagle3DraftModel, loaded: Eagle3DraftModel, *, dtype: torch.dtype) -> int:
+    """Compare every tensor of the loaded draft with the trained one's, rounded to `dtype`; returns their number."""
+    expected, actual = trained.state_dict(), loaded.state_dict()
+    if expected.keys() != actual.keys():
+        raise ExportMismatchError(
+            f"export: tensors differ by name: {sorted(expected.keys() ^ actual.keys())}"
+        )
+    for name, value in expected.items():
+        rounded = value.to(dtype) if value.is_floating_point() else value
+        if not torch.equal(rounded, actual[name].to(rounded.dtype)):
+            raise ExportMismatchError(
+                f"export: {name} came back from speculators with other values"
+            )
+    return len(expected)

@@ -1,0 +1,55 @@
+"""Models and tokenizers that a child process keeps loaded from one request to the next."""
+
+import functools
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tasks.eagle3.verifier import read_facts
+from tasks.engines.transformers import load_verifier_model
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return the device named, or for "auto" the GPU when there is one, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+@functools.cache
+def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that lies beside the verifier's weights."""
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return a token to fill batches with; masked, so any will do where the tokenizer names none."""
+    found = tokenizer.pad_token_id
+    return int(found if found is not None else tokenizer.eos_token_id or 0)
+
+
+@functools.cache
+def load_model(
+    directory: str, *, device: str, dtype: str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Return the verifier in evaluation mode; "auto" computes in float32 on a CPU, else as stored."""
+    where = resolve_device(device)
+    if dtype != "auto":
+        kind = getattr(torch, dtype)
+    elif where.type == "cpu":
+        kind = torch.float32
+    else:
+        kind = getattr(torch, read_facts(Path(directory)).dtype or "bfloat16")
+    return load_verifier_model(
+        Path(directory), device=str(where), dtype=kind, trust_remote_code=trust_remote_code
+    )
+
+
+def native_bf16() -> bool:
+    """Tell whether this CPU multiplies bf16 matrices natively; where it does not, bf16 is some 20 times slower."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

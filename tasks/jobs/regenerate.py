@@ -1,0 +1,51 @@
+"""Job of regenerate: the verifier answers the prompts of one chunk of conversations."""
+
+import json
+from typing import Any
+
+from storage import artifacts
+from storage.artifacts import Identity
+from storage.layout import CONVERSATIONS_TABLE
+from storage.store import Store
+from storage.tables import CONVERSATIONS_SCHEMA, read_table, write_table
+from tasks.child import ProgressCallback
+from tasks.eagle3.chat import prompt_tokens
+from tasks.eagle3.conversations import conversation_id, prompts_of
+from tasks.engines.transformers import greedy_generate
+from tasks.jobs.models import load_model, load_tokenizer, pad_token_id
+
+
+def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
+    """Publish the chunk's conversations with the verifier's own last answers."""
+    store, wanted = Store(request["store"]), Identity(**request["identity"])
+    settings, (start, stop) = request["settings"], request["rows"]
+    tokenizer = load_tokenizer(request["directory"])
+    model = load_model(request["directory"], device=settings["device"])
+    manifest = artifacts.require(store, request["conversations"])
+    with artifacts.open_file(store, manifest, CONVERSATIONS_TABLE) as path:
+        conversations = read_table(path).slice(start, stop - start).to_pylist()
+    histories = [prompts_of(json.loads(row["messages"])) for row in conversations]
+    answers = greedy_generate(
+        model,
+        [prompt_tokens(tokenizer, history) for history in histories],
+        max_new_tokens=settings["max_new_tokens"],
+        eos_token_ids=request["eos_token_ids"],
+        pad_token_id=pad_token_id(tokenizer),
+        batch_size=settings["batch_size"],
+    )
+    rows = []
+    for conversation, history, answer in zip(conversations, histories, answers, strict=True):
+        text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+        messages = [*history, {"role": "assistant", "content": text}]
+        rows.append(
+            {
+                "conversation_id": conversation_id(messages),
+                "source": conversation["source"],
+                "messages": json.dumps(messages, ensure_ascii=False, sort_keys=True),
+            }
+        )
+    with artifacts.write(store, wanted) as writer:
+        with writer.file(CONVERSATIONS_TABLE) as path:
+            write_table(path, rows, schema=CONVERSATIONS_SCHEMA)
+        writer.publish(rows=len(rows), facts={"new tokens": sum(map(len, answers))})
+    return {}

@@ -1,0 +1,121 @@
+"""Job of train: open the captured states, train (or go on training), publish the trained tensors."""
+
+import logging
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from storage import artifacts
+from storage.artifacts import Identity
+from storage.checkpoints import (
+    latest_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from storage.layout import DRAFT_FILE, METRICS_TABLE
+from storage.store import Store
+from storage.tables import write_metrics
+from tasks.child import ProgressCallback
+from tasks.eagle3.training import Position, Training
+from tasks.eagle3.training_settings import TrainSettings
+from tasks.jobs.drafts import make_draft
+from tasks.jobs.models import native_bf16, resolve_device
+from tasks.jobs.samples import open_samples
+
+logger = logging.getLogger(__name__)
+
+
+def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
+    """Publish the trained draft of one training identity."""
+    store, wanted = Store(request["store"]), Identity(**request["identity"])
+    settings = TrainSettings.model_validate(request["settings"])
+    device = resolve_device(settings.device)
+    draft = make_draft(store, request["draft_parts"], seed=settings.seed).to(device)
+    checkpoint = latest_checkpoint(store, wanted.key)
+    with ExitStack() as stack:
+        sides = open_samples(stack, store, request, max_tokens=settings.max_tokens)
+        tensors, state = {}, {"precision": _precision(settings, device)}
+        if checkpoint is not None:
+            tensors, state = load_checkpoint(store, checkpoint[1])
+        precision = state["precision"]
+        training = Training(
+            draft,
+            sides["train"],
+            sides["val"],
+            settings=settings,
+            precision=precision,
+            train_lengths=sides["train"].lengths,
+            val_lengths=sides["val"].lengths,
+        )
+        if checkpoint is not None:
+            training.resume(state["position"], tensors)
+        _summarize(training, sides, resumed=checkpoint is not None, precision=precision)
+        started, first_step = time.monotonic(), training.position.step
+
+        def save(position: Position, tensors: dict[str, Tensor]) -> None:
+            state = {"position": vars(position), "precision": precision}
+            save_checkpoint(store, wanted.key, step=position.step, tensors=tensors, state=state)
+            prune_checkpoints(store, wanted.key, keep=settings.keep_checkpoints)
+
+        def show(step: int, total: int, note: str) -> None:
+            progress(
+                {"stage": "train", "done": step, "total": total, "unit": "steps", "note": note}
+            )
+
+        best = training.run(on_checkpoint=save, on_step=show)
+        seconds = time.monotonic() - started
+    position = training.position
+    unmoved = training.unmoved()
+    if unmoved:
+        logger.warning("training left these tensors exactly as they were: %s", ", ".join(unmoved))
+    tokens = sum(int(row["tokens"]) for row in position.history if not row["validation"])
+    steps = position.step - first_step
+    facts: dict[str, Any] = {
+        "steps": position.step,
+        "tokens": tokens,
+        "parameters": sum(p.numel() for p in draft.parameters()),
+        "trainable": sum(p.numel() for p in training.parameters.values()),
+        "precision": precision,
+        "best_epoch": position.best_epoch + 1,
+        "best_validation_acceptance_length": position.best_score if len(sides["val"]) else None,
+        "last_loss": position.history[-1]["loss"],
+        "nonfinite_steps": position.nonfinite_steps,
+        "unmoved": unmoved,
+        "seconds_per_step": round(seconds / steps, 4) if steps else None,
+    }
+    with artifacts.write(store, wanted) as writer:
+        with writer.file(DRAFT_FILE) as path:
+            save_file({name: value.cpu().contiguous() for name, value in best.items()}, path)
+        with writer.file(METRICS_TABLE) as path:
+            write_metrics(path, position.history)
+        writer.publish(rows=position.step, facts=facts)
+    prune_checkpoints(store, wanted.key, keep=1)
+    return {}
+
+
+def _precision(settings: TrainSettings, device: torch.device) -> str:
+    if settings.precision != "auto":
+        return settings.precision
+    return "bf16" if device.type == "cuda" or native_bf16() else "fp32"
+
+
+def _summarize(training: Training, sides: dict[str, Any], *, resumed: bool, precision: str) -> None:
+    trainable = sum(value.numel() for value in training.parameters.values())
+    total = sum(value.numel() for value in training.draft.parameters())
+    logger.info(
+        "%.2f M parameters, %.2f M of them trainable; %d samples of %s tokens to train on, %d to validate; "
+        "%d steps in %s%s",
+        total / 1e6,
+        trainable / 1e6,
+        len(sides["train"]),
+        f"{sum(sides['train'].lengths):,}",
+        len(sides["val"]),
+        training.total_steps,
+        precision,
+        f"; going on after step {training.position.step}" if resumed else "",
+    )

@@ -1,0 +1,84 @@
+"""Progress of long work as log records: one channel for the terminal, plain logs and the Prefect UI.
+
+Every 10 seconds and at the end a line is logged. A terminal that draws bars listens to `live` instead, which gets a
+record about once a second with the `Progress` in its `progress` attribute, and is silent when nobody listens.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+live = logging.getLogger("outrider.live")
+live.propagate = False
+
+BAR_SECONDS = 1.0
+LOG_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one stage is: `done` of `total` units; `note` is shown behind it."""
+
+    stage: str
+    done: float
+    total: float
+    unit: str
+    per_second: float
+    note: str = ""
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds to go at the mean speed so far, None before there is a speed."""
+        return (self.total - self.done) / self.per_second if self.per_second > 0 else None
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        share = 100 * self.done / self.total if self.total else 100
+        eta = "" if self.eta_seconds is None else f", {self.eta_seconds:.0f} s to go"
+        note = f" ({self.note})" if self.note else ""
+        return (
+            f"{self.stage}: {self.done:,.0f} of {self.total:,.0f} {self.unit} "
+            f"({share:.0f} %), {self.per_second:,.0f} {self.unit}/s{eta}{note}"
+        )
+
+
+class ProgressMeter:
+    """Counts the units of one stage and logs its progress; safe to call from any thread, as often as work is done."""
+
+    def __init__(self, stage: str, total: float, unit: str) -> None:
+        self._stage, self._total, self._unit = stage, total, unit
+        self._done = 0.0
+        self._lock = threading.Lock()
+        self._started = self._last_bar = self._last_log = time.monotonic()
+
+    def advance(self, units: float, note: str = "") -> None:
+        """Add `units` of finished work."""
+        with self._lock:
+            self._set(self._done + units, note)
+
+    def set(self, done: float, note: str = "") -> None:
+        """State that `done` units are finished in all."""
+        with self._lock:
+            self._set(done, note)
+
+    def _set(self, done: float, note: str) -> None:
+        self._done = done
+        now = time.monotonic()
+        finished = done >= self._total
+        if not finished and now - self._last_bar < BAR_SECONDS:
+            return
+        self._last_bar = now
+        progress = Progress(
+            stage=self._stage,
+            done=done,
+            total=self._total,
+            unit=self._unit,
+            per_second=done / max(now - self._started, 1e-9),
+            note=note,
+        )
+        live.info("%s", progress, extra={"progress": progress})
+        if finished or now - self._last_log >= LOG_SECONDS:
+            self._last_log = now
+            logger.info("%s", progress, extra={"progress": progress})

@@ -1,0 +1,67 @@
+"""Stage regenerate (optional): the verifier writes the last answer of every conversation anew.
+
+A draft learns to say what its verifier says, so answers by anyone else are a worse teacher. The stage works in
+chunks of conversations, each an artifact: a killed run goes on at the next chunk.
+"""
+
+from typing import Any, ClassVar
+
+from pydantic import Field, PositiveInt
+
+from storage.artifacts import Identity
+from storage.layout import REGENERATED
+from storage.row_ranges import split
+from storage.store import Store
+from tasks.load_verifier import Verifier
+from tasks.stage import StageResult, build_parts, stage_task
+from tasks.stage_settings import StageSettings
+
+VERSION = 1
+MODULE = "tasks.jobs.regenerate"
+
+
+class RegenerateSettings(StageSettings):
+    """How the verifier writes answers; takes effect with data.regenerate."""
+
+    resources: ClassVar[frozenset[str]] = frozenset({"batch_size", "device"})
+
+    max_new_tokens: PositiveInt = 512
+    """Longest answer, in tokens."""
+    conversations_per_chunk: PositiveInt = 64
+    """Conversations that are written and saved together."""
+    batch_size: PositiveInt = 32
+    """Conversations that are decoded at once."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """auto, cpu or cuda."""
+
+
+@stage_task
+def regenerate(
+    store: Store, conversations: StageResult, verifier: Verifier, settings: RegenerateSettings
+) -> StageResult:
+    """Write the last answers of all conversations with the verifier, greedily, chunk by chunk."""
+    chunks = [
+        (part, rows)
+        for part in conversations.parts
+        for rows in split(part.rows, settings.conversations_per_chunk)
+    ]
+    wanted = [
+        Identity(
+            stage=REGENERATED,
+            version=VERSION,
+            settings={**settings.identity(), "rows": [rows.start, rows.stop]},
+            inputs={"conversations": part.content, "verifier": verifier.identity},
+        )
+        for part, rows in chunks
+    ]
+    requests: list[dict[str, Any]] = [
+        {
+            "conversations": part.path,
+            "rows": [rows.start, rows.stop],
+            "directory": verifier.directory,
+            "eos_token_ids": list(verifier.facts.eos_token_ids),
+            "settings": settings.model_dump(mode="json"),
+        }
+        for part, rows in chunks
+    ]
+    return build_parts(store, wanted, MODULE, requests=requests)

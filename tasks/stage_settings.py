@@ -1,0 +1,21 @@
+"""The base of every stage's settings; free of Prefect and torch, so that flows and child processes share it."""
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+
+class StageSettings(BaseModel):
+    """Settings of one stage: frozen, closed, described by their attribute docstrings.
+
+    What does not change the result (devices, batch sizes, cadences) is a *resource*: a setting that takes no part in
+    the identity of what the stage makes.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    resources: ClassVar[frozenset[str]] = frozenset()
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that determine the result, as plain JSON types."""
+        return self.model_dump(mode="json", exclude=set(self.resources))

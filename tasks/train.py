@@ -1,0 +1,67 @@
+"""Stage train: states, vocabulary map and split -> the trained draft, by way of checkpoints."""
+
+from typing import Any
+
+from storage.artifacts import Identity
+from storage.layout import CHECKPOINTS
+from storage.store import Store
+from tasks.eagle3.draft_settings import DraftSettings
+from tasks.eagle3.training_settings import TrainSettings
+from tasks.load_verifier import Verifier
+from tasks.stage import StageResult, build_parts, stage_task
+
+VERSION = 1
+MODULE = "tasks.jobs.train"
+
+
+@stage_task
+def train(
+    store: Store,
+    layer_ids: tuple[int, ...],
+    *,
+    states: StageResult,
+    samples: StageResult,
+    split: StageResult,
+    vocab: StageResult,
+    verifier: Verifier,
+    draft: DraftSettings,
+    settings: TrainSettings,
+) -> StageResult:
+    """Train the draft in a child process; a killed training goes on at its last checkpoint."""
+    wanted = Identity(
+        stage=CHECKPOINTS,
+        version=VERSION,
+        settings={
+            "train": settings.identity(),
+            "draft": draft.model_dump(mode="json"),
+            "layers": list(layer_ids),
+        },
+        inputs={
+            "states": states.content,
+            "samples": samples.content,
+            "split": split.content,
+            "vocab_map": vocab.content,
+            "verifier": verifier.manifest.content,
+        },
+    )
+    request = {
+        "states": [part.path for part in states.parts],
+        "samples": [part.path for part in samples.parts],
+        "split": split.parts[0].path,
+        "draft_parts": draft_parts(verifier, vocab, layer_ids, draft),
+        "settings": settings.model_dump(mode="json"),
+    }
+    return build_parts(store, [wanted], MODULE, requests=[request])
+
+
+def draft_parts(
+    verifier: Verifier, vocab: StageResult, layer_ids: tuple[int, ...], draft: DraftSettings
+) -> dict[str, Any]:
+    """What a child process needs to build the draft, as a request's part."""
+    return {
+        "verifier": verifier.manifest.path,
+        "directory": verifier.directory,
+        "vocab_map": vocab.parts[0].path,
+        "layer_ids": list(layer_ids),
+        "draft": draft.model_dump(mode="json"),
+    }

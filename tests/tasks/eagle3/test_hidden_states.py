@@ -1,0 +1,193 @@
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tasks.eagle3.head import VerifierHead, read_head
+from tasks.eagle3.hidden_states import (
+    CanaryError,
+    CanaryScore,
+    StateHooks,
+    check_states,
+    find_decoder,
+)
+from tasks.eagle3.verifier import read_facts
+from tests.tiny_models import load_model, make_llama, make_qwen3
+
+LAYERS = [2, 4, 5]
+HIDDEN = 64
+
+
+@dataclass
+class Sample:
+    model: Any
+    head: VerifierHead
+    ids: Tensor
+    states: list[Tensor]  # hidden_states[0 .. 8] of transformers, [N, H]
+    last: Tensor
+
+    def aux(self, layer_ids: list[int]) -> Tensor:
+        return torch.cat([self.states[i] for i in layer_ids], dim=-1)
+
+
+def check(
+    sample: Sample,
+    aux: Tensor,
+    last: Tensor,
+    *,
+    head: VerifierHead | None = None,
+    tokens: int = 60,
+    **options: Any,
+) -> CanaryScore:
+    return check_states(
+        sample.model, head or sample.head, input_ids=sample.ids[:tokens], aux=aux, last=last, layer_ids=LAYERS,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "tied"])
+def sample(request, tmp_path_factory) -> Sample:
+    directory = tmp_path_factory.mktemp(request.param)
+    (make_qwen3 if request.param == "qwen3" else make_llama)(
+        directory, tied=request.param == "tied"
+    )
+    model = load_model(directory)
+    ids = torch.randint(3, 300, (60,), generator=torch.Generator().manual_seed(3))
+    last: list[Tensor] = []
+    handle = model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))
+    with torch.inference_mode():
+        states = model(ids[None], output_hidden_states=True).hidden_states
+    handle.remove()
+    head = read_head(directory, read_facts(directory))
+    return Sample(model, head, ids, [state[0] for state in states], last[0][0])
+
+
+def test_hooks_return_the_inputs_of_the_asked_layers_and_of_the_final_norm(sample):
+    with torch.inference_mode(), StateHooks(sample.model, LAYERS) as hooks:
+        sample.model(sample.ids[None])
+        aux, last = hooks.take()
+
+    for state, layer_id in zip(aux, LAYERS, strict=True):
+        assert torch.equal(state[0], sample.states[layer_id])
+    assert torch.equal(last[0], sample.last)
+
+
+def test_the_id_behind_the_last_layer_means_the_last_state(sample):
+    with torch.inference_mode(), StateHooks(sample.model, [0, 8]) as hooks:
+        sample.model(sample.ids[None])
+        (first, eighth), last = hooks.take()
+
+    assert torch.equal(first[0], sample.states[0])
+    assert torch.equal(eighth, last)
+
+
+def test_states_missing_or_left_over_from_another_pass_are_an_error(sample):
+    with torch.inference_mode(), StateHooks(sample.model, LAYERS) as hooks:
+        with pytest.raises(ValueError, match="expected one state of each"):
+            hooks.take()
+        sample.model(sample.ids[None])
+        sample.model(sample.ids[None])
+        with pytest.raises(ValueError, match=r"\{2: 2, 4: 2, 5: 2, 8: 2\}"):
+            hooks.take()
+        sample.model(sample.ids[None])
+        assert len(hooks.take()[0]) == 3
+
+
+def test_leaving_the_context_removes_every_hook(sample):
+    with StateHooks(sample.model, LAYERS):
+        pass
+
+    assert not any(module._forward_pre_hooks for module in sample.model.modules())
+
+
+def test_a_model_that_is_no_decoder_is_refused():
+    with pytest.raises(ValueError, match="Linear has no module that holds its token embedding"):
+        find_decoder(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_canary_passes_right_states_also_after_bf16(sample, dtype):
+    aux, last = sample.aux(LAYERS).to(dtype), sample.last.to(dtype)
+
+    score = check(sample, aux, last)
+
+    assert score.positions == 60
+    assert score.argmax_agreement >= 59 / 60
+    # bf16 keeps 8 bits: relative errors up to 2^-9, about 0.0017 in the mean square
+    assert all(e == 0 if dtype == torch.float32 else 1e-4 < e < 2**-9 for e in score.aux_error)
+
+
+@pytest.mark.parametrize(
+    ("captured", "message"),
+    [
+        ([1, 4, 5], r"as layer 2 are off by .* the nearest is hidden_states\[1\].*shifted"),
+        ([3, 5, 6], r"as layer 2 are off by .* the nearest is hidden_states\[3\].*shifted"),
+        ([2, 4, 6], r"as layer 5 are off by .* the nearest is hidden_states\[6\].*shifted"),
+        ([4, 2, 5], r"as layer 2 are off by .* the nearest is hidden_states\[4\].*shifted"),
+    ],
+)
+def test_the_canary_names_a_shifted_layer(sample, captured, message):
+    with pytest.raises(CanaryError, match=message):
+        check(sample, sample.aux(captured), sample.last)
+
+
+def test_the_canary_sees_a_final_norm_applied_twice(sample):
+    normed = sample.head.normed(sample.last)
+
+    with pytest.raises(CanaryError, match=r"below the threshold of 98\.0%.*norm is applied twice"):
+        check(sample, sample.aux(LAYERS), normed)
+
+
+def test_the_canary_names_a_last_state_taken_one_layer_early(sample):
+    with pytest.raises(CanaryError, match=r"equal hidden_states\[7\], the input of layer 7"):
+        check(sample, sample.aux(LAYERS), sample.states[7])
+
+
+def test_the_canary_sees_a_head_of_another_model(sample):
+    other = torch.randn(sample.head.head.shape, generator=torch.Generator().manual_seed(9))
+    head = VerifierHead(sample.head.embed, sample.head.norm, other, sample.head.eps)
+
+    with pytest.raises(CanaryError, match=r"head tensors or a transform of the logits differ"):
+        check(sample, sample.aux(LAYERS), sample.last, head=head)
+
+
+def test_the_canary_sees_states_of_other_tokens(sample):
+    # as when a prefix cache returns only a tail: the second half stands where the first should
+    rolled = sample.aux(LAYERS).roll(30, dims=0)
+
+    with pytest.raises(CanaryError, match="as layer 2 are off by"):
+        check(sample, rolled, sample.last)
+
+
+@pytest.mark.parametrize("name", ["aux", "last"])
+def test_the_canary_refuses_states_that_are_not_finite(sample, name):
+    states = {"aux": sample.aux(LAYERS).clone(), "last": sample.last.clone()}
+    states[name][7, 3] = float("nan")
+
+    with pytest.raises(CanaryError, match=r"off by nan|not finite"):
+        check(sample, states["aux"], states["last"])
+
+
+def test_probed_positions_can_be_drawn(sample):
+    generator = torch.Generator().manual_seed(0)
+
+    score = check(sample, sample.aux(LAYERS), sample.last, generator=generator)
+
+    assert score.argmax_agreement == 1.0
+
+
+def test_a_short_capture_is_refused_by_its_shape(sample):
+    aux = sample.aux(LAYERS)[:-1]
+
+    with pytest.raises(
+        ValueError, match=rf"aux has shape \[59, 192\], expected \[60, {3 * HIDDEN}\]"
+    ):
+        check(sample, aux, sample.last)
+
+
+def test_a_short_probe_is_still_held_against_every_layer(sample):
+    assert check(sample, sample.aux(LAYERS)[:3], sample.last[:3], tokens=3).positions == 3
+    with pytest.raises(CanaryError, match="as layer 5 are off by"):
+        check(sample, sample.aux([2, 4, 6])[:3], sample.last[:3], tokens=3)

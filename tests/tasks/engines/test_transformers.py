@@ -1,0 +1,179 @@
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasks.eagle3.head import read_head
+from tasks.eagle3.hidden_states import check_states
+from tasks.eagle3.verifier import VerifierError, read_facts
+from tasks.engines.transformers import (
+    CaptureEngine,
+    CaptureMemoryError,
+    cut_after_eos,
+    greedy_generate,
+    load_verifier_model,
+    plan_batches,
+)
+from tests.tiny_models import EOS_ID, make_kimi, make_llama, make_qwen3
+
+LAYERS = [2, 4, 5]
+LENGTHS = (5, 17, 9, 40, 40, 3)
+
+
+@pytest.fixture(scope="module", params=[make_llama, make_qwen3, make_kimi])
+def directory(request, tmp_path_factory):
+    return request.param(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return load_verifier_model(directory)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 300, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def test_captured_states_are_transformers_own_of_each_sample_alone(model, samples):
+    engine = CaptureEngine(model, LAYERS, store_dtype=torch.float32)
+
+    captured = engine.capture(samples, tokens_per_batch=80)
+
+    for sample, states in zip(samples, captured, strict=True):
+        with torch.inference_mode():
+            own = model(torch.tensor([sample]), output_hidden_states=True).hidden_states
+        wanted = torch.cat([own[i][0] for i in LAYERS], dim=-1)
+        # fp32 rounding in another summation order; activations are of size 1 to 10
+        torch.testing.assert_close(states.aux, wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model.model.norm(states.last), own[-1][0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_batch_does_not_change_a_samples_states_beyond_rounding(model, samples):
+    engine = CaptureEngine(model, LAYERS, store_dtype=torch.float32)
+
+    alone = [engine.capture([sample], tokens_per_batch=1)[0] for sample in samples]
+
+    for batched, single in zip(engine.capture(samples, tokens_per_batch=999), alone, strict=True):
+        torch.testing.assert_close(batched.aux, single.aux, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(batched.last, single.last, atol=1e-4, rtol=1e-4)
+
+
+def test_captured_states_pass_the_canary_in_bf16(directory, model, samples):
+    head = read_head(directory, read_facts(directory))
+
+    states = CaptureEngine(model, LAYERS).capture(samples, tokens_per_batch=80)[3]
+
+    assert states.aux.dtype == states.last.dtype == torch.bfloat16
+    score = check_states(
+        model, head, input_ids=samples[3], aux=states.aux, last=states.last, layer_ids=LAYERS
+    )
+    assert score.positions == 40
+
+
+def test_progress_counts_tokens_up_to_all_of_them(model, samples):
+    done: list[int] = []
+
+    CaptureEngine(model, LAYERS).capture(samples, tokens_per_batch=80, progress=done.append)
+
+    # 40 + 40 fill the first batch; 17, 9, 5 and 3 tokens, padded to 68, the second
+    assert done == [80, 114]
+
+
+def out_of_memory_beyond(tokens: int):
+    """Refuse what the device could not hold, as CUDA's allocator does."""
+
+    def refuse(module, args):
+        if args[0].shape[0] * args[0].shape[1] > tokens:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried {args[0].shape}")
+
+    return refuse
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_nothing_is_lost(model, samples, caplog):
+    engine = CaptureEngine(model, LAYERS, store_dtype=torch.float32)
+    wanted = engine.capture(samples, tokens_per_batch=80)
+    handle = model.model.layers[4].mlp.register_forward_pre_hook(out_of_memory_beyond(40))
+    try:
+        with caplog.at_level(logging.WARNING):
+            captured = engine.capture(samples, tokens_per_batch=240)
+    finally:
+        handle.remove()
+
+    # 6 x 40 -> 3 x 40 twice -> ... until 40 tokens fit
+    assert "batch of 6 samples does not fit, halving it" in caplog.text
+    for got, want in zip(captured, wanted, strict=True):
+        torch.testing.assert_close(got.aux, want.aux, atol=1e-4, rtol=1e-4)
+
+
+def test_a_sample_that_alone_does_not_fit_is_named(model, samples):
+    engine = CaptureEngine(model, LAYERS)
+    handle = model.model.layers[4].mlp.register_forward_pre_hook(out_of_memory_beyond(20))
+    try:
+        with pytest.raises(CaptureMemoryError, match=r"one sample of 40 tokens .*max_tokens"):
+            engine.capture(samples, tokens_per_batch=240)
+    finally:
+        handle.remove()
+
+
+def test_batches_hold_like_lengths_within_the_budget():
+    # longest first: 9 alone (2 x 9 > 12), 5 + 5, then 2 + 1 + 1 + 1 (4 x 2 <= 12)
+    assert plan_batches([1, 5, 9, 5, 1, 2, 1], 12) == [[2], [1, 3], [5, 0, 4, 6]]
+    # longer than the budget: runs alone
+    assert plan_batches([20, 3], 12) == [[0], [1]]
+    with pytest.raises(ValueError, match="drop empty samples"):
+        plan_batches([3, 0], 12)
+
+
+def greedy_by_hand(model, prompt: list[int], new_tokens: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(new_tokens):
+        with torch.inference_mode():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == EOS_ID:
+            break
+    return ids[len(prompt) :]
+
+
+def test_greedy_continuations_are_the_argmax_of_each_step_whatever_the_models_settings(
+    model, samples
+):
+    model.generation_config.repetition_penalty = 1.7
+    prompts = [sample[:9] for sample in samples]
+
+    written = greedy_generate(
+        model, prompts, max_new_tokens=12, eos_token_ids=[EOS_ID], pad_token_id=EOS_ID, batch_size=4
+    )
+
+    assert written == [greedy_by_hand(model, prompt, 12) for prompt in prompts]
+    assert model.generation_config.repetition_penalty == 1.7
+
+
+def test_a_continuation_ends_with_the_end_token():
+    assert cut_after_eos([4, 2, 2, 7], [2, 9]) == [4, 2]
+    assert cut_after_eos([4, 5], [2]) == [4, 5]
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
+    directory = make_llama(tmp_path / "m")
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.3.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(VerifierError, match=r"first: model\.layers\.3\.mlp\.up_proj\.weight"):
+        load_verifier_model(directory)
+
+
+def test_a_composite_model_gives_its_language_model_alone(tmp_path):
+    directory = make_kimi(tmp_path / "m")
+
+    model = load_verifier_model(directory)
+
+    stored = load_file(directory / "model.safetensors")
+    assert type(model).__name__ == "DeepseekV3ForCausalLM"
+    key = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(model.state_dict()[key], stored[f"language_model.{key}"])
+    assert json.loads((directory / "config.json").read_text())["model_type"] == "kimi_k25"

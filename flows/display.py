@@ -23,6 +23,8 @@ def shown_run(*, debug: bool) -> Iterator[None]:
     for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(level)
         logging.getLogger(name).propagate = False  # Prefect's console would print each line again
+    if not debug:  # the cause is printed once, at the end; tracebacks are in Prefect's own records
+        logging.getLogger("prefect").propagate = False
     if not console.is_terminal:
         with _handler(_stream_handler()):
             yield

@@ -78,9 +78,7 @@ def training_batch(
     return {name: torch.cat(tensors, dim=1) for name, tensors in parts.items()}
 
 
-def train(
-    draft: Eagle3DraftModel, batch: dict[str, Tensor], *, ttt_steps: int
-) -> Iterator[float]:
+def train(draft: Eagle3DraftModel, batch: dict[str, Tensor], *, ttt_steps: int) -> Iterator[float]:
     """Train on one batch by the draft's own forward; yields the loss of each step, without end."""
     optimizer = torch.optim.Adam(trainable_parameters(draft).values(), lr=5e-3)
     loss_config = resolve_loss_config("ce", "eager")

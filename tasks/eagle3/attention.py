@@ -1,4 +1,4 @@
-"""Attention of a TTT step: causal over the step-0 keys of the document, plus one key per later step.
+"""Attention of a TTT step: causal over the document's step-0 keys, plus one key per later step.
 
 Exact and blockwise: scores are made tile by tile, backward makes them again from the saved
 normalizers, so memory grows with the tile and not with the square of a document.
@@ -31,17 +31,18 @@ def ttt_attention(
     `queries` [N, Q, C], `keys` and `values` [M, V, C], `own_keys` and `own_values` [J, N, V, C]
     (J may be 0). Query heads h of group h // G share a key head. Returns [N, Q * C].
     """
-    kv_heads, width = keys.shape[1:]
-    grouped = queries.unflatten(1, (kv_heads, -1))  # [N, V, G, C]
-    mixed: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+    kv_heads = keys.shape[1]
+    groups = queries.shape[1] // kv_heads
+    grouped = queries.view(len(queries), kv_heads, groups, keys.shape[2])  # [N, V, G, C]
+    mixed: Tensor = _Attention.apply(
         grouped, keys, values, own_keys, own_values, tuple(tiles), scale
     )
-    return mixed.reshape(len(queries), -1)
+    return mixed.flatten(1)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - autograd passes arguments by position
         ctx: Any,
         queries: Tensor,
         keys: Tensor,
@@ -93,7 +94,15 @@ class _Attention(torch.autograd.Function):
         rows = tuple(_padded(t) for t in (scaled, gradient, balance, normalizer))
         padded_keys, padded_values = _padded(keys.to(dtype)), _padded(values.to(dtype))
         for group in ctx.tiles:
-            _tile_backward(group, rows, padded_keys, padded_values, d_scaled, d_keys, d_values)
+            _tile_backward(
+                group,
+                rows=rows,
+                keys=padded_keys,
+                values=padded_values,
+                d_scaled=d_scaled,
+                d_keys=d_keys,
+                d_values=d_values,
+            )
         d_scaled = d_scaled[:-1]
         d_own_keys = d_own_values = None
         if len(own_keys):
@@ -116,6 +125,7 @@ class _Attention(torch.autograd.Function):
 
 def _tile_backward(
     group: TileGroup,
+    *,
     rows: tuple[Tensor, ...],
     keys: Tensor,
     values: Tensor,

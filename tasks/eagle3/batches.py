@@ -41,6 +41,7 @@ class PackedBatch:
     position_ids: Tensor  # [T], 1..n-1 in each document
 
     def __len__(self) -> int:
+        """Rows of the batch, T."""
         return len(self.input_ids)
 
     def to(self, device: torch.device | str) -> "PackedBatch":

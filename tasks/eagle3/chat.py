@@ -132,7 +132,7 @@ def tokenize_chat(
         raise ChatRejected(
             "nothing_supervised",
             f"no token of {len(ids)} is the assistant's own in this template "
-            f"({unsupervised} assistant turns are rewritten by it)",
+            f"({unsupervised} assistant turns were left out)",
         )
     length = len(mask) - mask[::-1].index(True)
     ids, mask = ids[:length], mask[:length]
@@ -213,7 +213,7 @@ def _assistant_spans(
             continue
         asked = _render(tokenizer, messages[:place], template_options, add_generation_prompt=True)
         answered = _render(tokenizer, messages[: place + 1], template_options)
-        if text.startswith(answered) and answered.startswith(asked):
+        if text.startswith(answered) and answered.startswith(asked) and answered != asked:
             spans.append((len(asked), len(answered)))
     return spans, len(turns) - len(spans)
 

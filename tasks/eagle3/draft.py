@@ -35,12 +35,15 @@ __all__ = [
 LOSS_NAMES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 """Names of speculators' losses (speculators/losses/utils.py, 0.9.0)."""
 
-_CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_CONFIG_CLASSES: dict[str, Callable[..., PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+}
 
 # Multi-head latent attention: `head_dim` there is the rope part of a head, not a head.
 _LATENT_ATTENTION_KEYS = ("kv_lora_rank", "qk_rope_head_dim")
 
-# Legacy spellings that transformers strips and vLLM's config checks refuse (speculators, train/cli).
+# Legacy spellings that transformers strips and vLLM refuses (speculators 0.9.0, train/cli.py).
 _LEGACY_ROPE_KEYS = ("type", "mrope_interleaved")
 
 
@@ -125,7 +128,7 @@ def build_draft(
     _check_shapes(config, embed=embed, norm=norm, head=head)
     check_vocab_map(t2d, d2t, draft_vocab_size=config.draft_vocab_size)
     with torch.random.fork_rng(devices=[]):
-        model = Eagle3DraftModel(config).to(torch.float32)
+        model: Eagle3DraftModel = Eagle3DraftModel(config).float()  # type: ignore[no-untyped-call]
     model.load_vocab_mappings(t2d.to(torch.bool), d2t.to(torch.long))
     draft_head = head[t2d.to(head.device, torch.bool)].to(torch.float32)  # [D, H]
     with torch.no_grad():
@@ -137,7 +140,7 @@ def build_draft(
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise ValueError(f"{name} has non-finite values; check the verifier's tensors")
-    return cast(Eagle3DraftModel, model)
+    return model
 
 
 def trainable_parameters(model: Eagle3DraftModel) -> dict[str, torch.nn.Parameter]:
@@ -154,7 +157,7 @@ def save_speculator(
     The model stays as it is; the file holds `dtype` copies of its tensors (ids stay integers).
     """
     with torch.device("meta"):
-        copy = Eagle3DraftModel(model.config)
+        copy = Eagle3DraftModel(cast(Eagle3SpeculatorConfig, model.config))
     tensors = {
         name: value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype)
         for name, value in model.state_dict().items()
@@ -171,7 +174,8 @@ def load_speculator(directory: Path, *, attention: str = "eager") -> Eagle3Draft
     """
     config = Eagle3SpeculatorConfig.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = attention
-    return cast(Eagle3DraftModel, Eagle3DraftModel.from_pretrained(directory, config=config))
+    load = cast(Callable[..., Eagle3DraftModel], Eagle3DraftModel.from_pretrained)
+    return load(directory, config=config)
 
 
 def eager_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -179,7 +183,7 @@ def eager_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     if name not in LOSS_NAMES:
         raise ValueError(f"loss {name!r} is unknown; choose one of {', '.join(LOSS_NAMES)}")
     function, _ = resolve_loss_config(name, "eager")[name]
-    return cast(Callable[[Tensor, Tensor], Tensor], function)
+    return function
 
 
 def check_vocab_map(t2d: Tensor, d2t: Tensor, *, draft_vocab_size: int) -> None:

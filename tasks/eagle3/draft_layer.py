@@ -44,6 +44,7 @@ class DraftLayer:
     """A layer's weights as its products read them: gains folded in, cast once for all steps."""
 
     def __init__(self, layer: Any, *, first: bool, dtype: torch.dtype) -> None:
+        """Read a transformers decoder layer; `first` = speculators' one with two inputs."""
         attention, mlp = layer.self_attn, layer.mlp
         _check_plain(attention, mlp)
         self.dtype = dtype
@@ -52,6 +53,8 @@ class DraftLayer:
         self.scale = float(attention.scaling)
         projections = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         self.query_width = len(projections[0])
+        self.query_heads = self.query_width // self.head_width
+        self.kv_heads = len(projections[1]) // self.head_width
         stacked = torch.cat(projections)  # [O, 2 * H] in the first layer, else [O, H]
         if first:
             # Half of the input is the embedding: frozen, so with the gain in the matrix the
@@ -118,8 +121,8 @@ class DraftLayer:
             key_value = linear(normed, for_keys)
         if embeds is not None:
             query, key_value = query + embeds[0], key_value + embeds[1]
-        key, value = key_value.unflatten(1, (2, -1, self.head_width)).unbind(1)
-        return query.unflatten(1, (-1, self.head_width)), key, value
+        key, value = key_value.reshape(len(normed), 2, self.kv_heads, self.head_width).unbind(1)
+        return query.reshape(len(query), self.query_heads, self.head_width), key, value
 
     def _remember(
         self, memory: LayerMemory, key: Tensor, value: Tensor, rotation: Rotation

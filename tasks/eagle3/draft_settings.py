@@ -11,13 +11,13 @@ class DraftSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     arch: Literal["llama", "qwen3"] = "llama"
-    """Decoder layer of the draft; these two are what vLLM serves. `qwen3` norms queries and keys."""
+    """Decoder layer of the draft, of those that vLLM serves. `qwen3` norms queries and keys."""
 
     num_layers: Literal[1, 2] = 1
     """Decoder layers. EAGLE-3 uses one; a second costs time at every drafted token."""
 
     intermediate_size: PositiveInt | None = None
-    """Width of the MLP; empty takes the verifier's dense width, or 3 x hidden size if it has none."""
+    """Width of the MLP; empty = the verifier's dense width, or 3 x hidden size if none."""
 
     norm_before_fc: bool = False
     """Norm the concatenated captured states before the projection: for verifiers whose

@@ -44,9 +44,7 @@ def ttt_loss(hidden: Tensor, *, inputs: LossInputs) -> tuple[Tensor, Tensor, Ten
     and verifier have the same most likely token [U, K] bool.
     """
     wants_gradient = hidden.requires_grad and torch.is_grad_enabled()
-    result: tuple[Tensor, Tensor, Tensor] = _Loss.apply(  # type: ignore[no-untyped-call]
-        hidden, inputs, wants_gradient
-    )
+    result: tuple[Tensor, Tensor, Tensor] = _Loss.apply(hidden, inputs, wants_gradient)
     return result
 
 

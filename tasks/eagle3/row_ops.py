@@ -15,7 +15,7 @@ ROWS_PER_PASS_CPU = 128
 
 def normalize(rows: Tensor, *, eps: float, dtype: torch.dtype) -> Tensor:
     """Root-mean-square norm without a gain over the last dimension, computed in fp32 or wider."""
-    normed: Tensor = _Normalize.apply(rows, eps, dtype)  # type: ignore[no-untyped-call]
+    normed: Tensor = _Normalize.apply(rows, eps, dtype)
     return normed
 
 
@@ -23,7 +23,7 @@ def select_rows(rows: Tensor, index: Tensor) -> Tensor:
     """rows[index] for an index without repeats: the backward is a copy, not an addition."""
     if len(index) == len(rows):  # ascending and without repeats: every row
         return rows
-    selected: Tensor = _SelectRows.apply(rows, index)  # type: ignore[no-untyped-call]
+    selected: Tensor = _SelectRows.apply(rows, index)
     return selected
 
 
@@ -32,13 +32,13 @@ def rotate(rows: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
 
     The result has the dtype of the tables. R < C leaves the rest of each head as it is.
     """
-    rotated: Tensor = _Rotate.apply(rows, cos, sin)  # type: ignore[no-untyped-call]
+    rotated: Tensor = _Rotate.apply(rows, cos, sin)
     return rotated
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of `gate_up` [N, 2 * I] = gate and up side by side: [N, I]."""
-    gated: Tensor = _SiluGate.apply(gate_up)  # type: ignore[no-untyped-call]
+    gated: Tensor = _SiluGate.apply(gate_up)
     return gated
 
 
@@ -49,7 +49,7 @@ class _Normalize(torch.autograd.Function):
         # x.x by a norm: one pass and no [N, H] of squares.
         square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         inverse = square.div_(rows.shape[-1]).add_(eps).rsqrt_()  # [N, 1]
-        normed = (wide * inverse).to(dtype)
+        normed: Tensor = (wide * inverse).to(dtype)
         ctx.save_for_backward(normed, inverse)
         ctx.rows_dtype = rows.dtype
         return normed
@@ -76,7 +76,8 @@ class _SelectRows(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         gradient = gradients[0]
         d_rows = gradient.new_zeros((ctx.count, *gradient.shape[1:]))
-        return d_rows.index_copy_(0, index, gradient), None
+        d_rows.index_copy_(0, index, gradient)
+        return d_rows, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -122,7 +123,7 @@ class _SiluGate(torch.autograd.Function):
 
 def _turn(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half, turned = cos.shape[-1] // 2, torch.empty_like(rows)
-    first, second, rest = rows.split([half, half, rows.shape[-1] - 2 * half], dim=-1)
+    first, second, rest = rows.tensor_split([half, 2 * half], dim=-1)
     cos, sin = cos[:, None, :half], sin[:, None, :half]  # [N, 1, R / 2]
     torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=turned[..., half : 2 * half]).addcmul_(first, sin)

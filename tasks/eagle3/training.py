@@ -33,10 +33,10 @@ class Position:
     """Batches of this epoch that are done."""
     nonfinite_steps: int = 0
     best_epoch: int = -1
-    best_score: float = -math.inf
+    best_score: float | None = None
     finished: bool = False
-    history: list[dict[str, float]] = field(default_factory=list)
-    """One entry for each step and each validation, in order."""
+    history: list[dict[str, float | None]] = field(default_factory=list)
+    """One entry for each step and each validation, in order; a value that is no number is None."""
 
 
 OnCheckpoint = Callable[[Position, dict[str, Tensor]], None]
@@ -202,21 +202,17 @@ class Training:
         else:
             self._count_nonfinite(loss, gradient)
         self._optimizer.zero_grad(set_to_none=True)
-        sums = {name: float(value) for name, value in result.metrics.items()}
+        sums = {name: float(value.detach()) for name, value in result.metrics.items()}
         position.step += 1
         position.batch += 1
-        position.history.append(
-            {
-                "step": position.step,
-                "epoch": position.epoch,
-                "validation": 0,
-                "lr": rate,
-                "gradient_norm": gradient,
-                "tokens": len(batch),
-                **means(sums),
-                "loss": loss,
-            }
-        )
+        entry = {"lr": rate, "gradient_norm": gradient, "tokens": len(batch), **means(sums)}
+        self._note_down(entry | {"loss": loss}, validation=0)
+
+    def _note_down(self, entry: dict[str, float], *, validation: int) -> None:
+        """Add an entry to the history; a checkpoint's JSON holds no NaN."""
+        place = {"step": self.position.step, "epoch": self.position.epoch, "validation": validation}
+        finite = {name: v if math.isfinite(v) else None for name, v in entry.items()}
+        self.position.history.append({**place, **finite})
 
     def _count_nonfinite(self, loss: float, gradient: float) -> None:
         """A step that is no number is never taken: it is counted, and too many end the training."""
@@ -235,10 +231,8 @@ class Training:
         if self._val:
             metrics = self.validate()
             score = metrics["acceptance_length"]
-            position.history.append(
-                {"step": position.step, "epoch": position.epoch, "validation": 1, **metrics}
-            )
-        if score > position.best_score:
+            self._note_down(metrics, validation=1)
+        if position.best_score is None or score > position.best_score:
             position.best_score, position.best_epoch = score, position.epoch
             self._best = {name: value.detach().clone() for name, value in self.parameters.items()}
         patience = self._settings.early_stop_epochs
@@ -249,10 +243,10 @@ class Training:
 
     def _note(self) -> str:
         last = self.position.history[-1]
-        return (
-            f"epoch {self.position.epoch + 1}, loss {last['loss']:.3f}, "
-            f"first-token accuracy {last['full_acc_0']:.3f}"
-        )
+        loss, accuracy = last["loss"], last["full_acc_0"]
+        if loss is None or accuracy is None:
+            return f"epoch {self.position.epoch + 1}, the last step was not finite and not taken"
+        return f"epoch {self.position.epoch + 1}, loss {loss:.3f}, first-token accuracy {accuracy:.3f}"
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ size, A = captured layers, C = head width.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -200,20 +200,21 @@ def _project_aux(draft: Eagle3DraftModel, aux: Tensor, dtype: torch.dtype) -> Te
     """Captured states [M, A * H] to the draft's input [M, H], gains of the norms in the matrix."""
     weight, wide = draft.fc.weight, aux.to(draft.fc.weight.dtype)
     if draft.input_norm is not None:
-        norm = draft.input_norm
+        norm: Any = draft.input_norm
         wide = normalize(wide, eps=norm.variance_epsilon, dtype=wide.dtype)
         weight = weight * norm.weight
     if draft.fc_norm is not None:
-        norms = list(draft.fc_norm)
-        by_layer = wide.unflatten(1, (len(norms), -1))  # [M, A, H]
+        norms: list[Any] = list(draft.fc_norm)
+        by_layer = wide.view(len(wide), len(norms), -1)  # [M, A, H]
         wide = normalize(by_layer, eps=norms[0].variance_epsilon, dtype=wide.dtype).flatten(1)
         weight = weight * torch.cat([norm.weight for norm in norms])
     return linear(wide.to(dtype), weight.to(dtype)).to(draft.fc.weight.dtype)
 
 
 def _final_norm(draft: Eagle3DraftModel, hidden: Tensor) -> Tensor:
-    normed = normalize(hidden, eps=draft.norm.variance_epsilon, dtype=hidden.dtype)
-    return normed * draft.norm.weight
+    norm: Any = draft.norm
+    scaled: Tensor = normalize(hidden, eps=norm.variance_epsilon, dtype=hidden.dtype) * norm.weight
+    return scaled
 
 
 @torch.no_grad()

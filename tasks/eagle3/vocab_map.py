@@ -61,14 +61,12 @@ class VocabMap:
         if self.draft_size and (
             ids[0] < 0 or ids[-1] >= len(self.t2d) or (np.diff(ids) <= 0).any()
         ):
-            raise ValueError(
-                f"target ids i + d2t[i] do not ascend within 0 to {len(self.t2d) - 1}; "
-                "d2t holds offsets, not ids"
-            )
+            raise ValueError(f"target ids i + d2t[i] do not ascend within 0 to {len(self.t2d) - 1}")
         if not self.t2d[ids].all():
             stray = ids[~self.t2d[ids]]
             raise ValueError(
-                f"{len(stray)} target ids, the first {stray[0]}, are not marked in t2d"
+                f"{len(stray)} target ids, the first {stray[0]}, are not marked in t2d; "
+                "d2t holds offsets, not ids"
             )
 
     def coverage(self, counts: npt.ArrayLike) -> float:

@@ -9,7 +9,7 @@ are compared, and the speed of plain matrix products is measured in the same run
 """
 
 import argparse
-import datetime
+import datetime as dt
 import json
 import platform
 import statistics
@@ -132,9 +132,7 @@ def our_step(batch: PackedBatch, precision: Precision, draft_vocab_size: int) ->
 
     def step() -> float:
         plan = plan_batch(draft, batch, ttt_steps=TTT_STEPS)
-        result = training_forward(
-            draft, batch, ttt_steps=TTT_STEPS, precision=precision, plan=plan
-        )
+        result = training_forward(draft, batch, ttt_steps=TTT_STEPS, precision=precision, plan=plan)
         return finish(result.loss, optimizer)
 
     return Contender(f"ours, {precision}", precision, step, [], [])
@@ -200,14 +198,16 @@ def check_losses(contenders: list[Contender]) -> None:
             )
 
 
-def report(contenders: list[Contender], batch: PackedBatch, ceilings: dict[str, float]) -> dict[str, Any]:
+def report(
+    contenders: list[Contender], batch: PackedBatch, ceilings: dict[str, float]
+) -> dict[str, Any]:
     """Print the table and return the record."""
     ours = [c for c in contenders if c.name.startswith("ours")]
     peers = [c for c in contenders if not c.name.startswith("ours")]
     for contender in sorted(contenders, key=lambda c: c.median):
         print(
-            f"{contender.name:32s} {contender.median * 1e3:8.0f} ms {len(batch) / contender.median:8.0f}"
-            f" tokens/s   loss {contender.losses[0]:.6f}"
+            f"{contender.name:32s} {contender.median * 1e3:8.0f} ms"
+            f" {len(batch) / contender.median:8.0f} tokens/s   loss {contender.losses[0]:.6f}"
         )
     for precision, ceiling in ceilings.items():
         print(f"matmul ceiling {precision}: {ceiling:.0f} GFLOP/s")
@@ -222,7 +222,7 @@ def report(contenders: list[Contender], batch: PackedBatch, ceilings: dict[str, 
     ratio = fastest.median / best.median
     print(f"{best.name} is {ratio:.2f}x as fast as {fastest.name}")
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "device": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {name: version(name) for name in ("torch", "transformers", "speculators")},
         "command": "python tests/benchmarks/bench_train.py",

@@ -67,7 +67,7 @@ def make_draft(
     with torch.no_grad():
         for weight in trainable_parameters(draft).values():
             drawn = torch.rand(weight.shape, generator=generator)
-            weight.copy_(drawn * 1.5 + 0.5 if weight.dim() == 1 else (drawn - 0.5) / 2)
+            weight.copy_(drawn * 1.5 + 0.5 if weight.dim() == 1 else (drawn - 0.5) / 4)
     return draft
 
 

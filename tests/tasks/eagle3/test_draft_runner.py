@@ -43,7 +43,9 @@ def training_logits(draft: Eagle3DraftModel, batch: dict[str, Tensor]) -> Tensor
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @torch.no_grad()
-def test_logits_equal_those_of_the_training_forward(tmp_path: Path, variant: dict[str, Any]) -> None:
+def test_logits_equal_those_of_the_training_forward(
+    tmp_path: Path, variant: dict[str, Any]
+) -> None:
     model = load_model(make_llama(tmp_path))
     layer_ids = variant.get("layer_ids", LAYER_IDS)
     draft = make_draft(model, draft_vocab_size=48, **variant)

@@ -98,7 +98,7 @@ def test_matches_are_equal_most_likely_tokens_and_ties_go_to_the_first() -> None
 
 
 def test_a_perfect_draft_has_no_loss_and_no_gradient() -> None:
-    hidden, given = inputs("kl_div")
+    _, given = inputs("kl_div")
     perfect = given.target_states.repeat_interleave(STEPS, 0).requires_grad_()
     same = LossInputs(**{**vars(given), "head": given.target_head})
     total, _, matches = ttt_loss(perfect, inputs=same)

@@ -200,20 +200,19 @@ def test_what_cannot_be_decoded_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("change", "message"),
     [
-        ("sliding_window", 12, "attention window of 12"),
-        ("layer_types", ["linear_attention"], "layers of kind linear_attention"),
+        (("sliding_window", 12), "attention window of 12"),
+        (("layer_types", ["linear_attention"]), "layers of kind linear_attention"),
     ],
 )
 def test_a_verifier_that_keeps_no_keys_by_place_is_refused(
     verifier: PreTrainedModel,
     drafts: dict[str, Eagle3DraftModel],
     monkeypatch: pytest.MonkeyPatch,
-    field: str,
-    value: Any,
+    change: tuple[str, Any],
     message: str,
 ) -> None:
-    monkeypatch.setattr(verifier.config, field, value, raising=False)
+    monkeypatch.setattr(verifier.config, *change, raising=False)
     with pytest.raises(ValueError, match=message):
         decode(verifier, drafts["never"], PROMPTS)

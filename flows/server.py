@@ -6,6 +6,7 @@ server's process.
 
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def _drain() -> None:
         worker.drain_all(timeout=5)
 
 
-def _wait_until_healthy(url: str, process: "object") -> None:
+def _wait_until_healthy(url: str, process: "subprocess.Popen[str]") -> None:
     import httpx  # noqa: PLC0415 - as above
 
     until = time.monotonic() + START_SECONDS

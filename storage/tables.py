@@ -85,7 +85,7 @@ def write_table(
     pq.write_table(_table(rows, schema), path, compression="zstd", version="2.6")
 
 
-def write_metrics(path: Path, rows: Sequence[Mapping[str, float]]) -> None:
+def write_metrics(path: Path, rows: Sequence[Mapping[str, float | None]]) -> None:
     """Write rows of numbers that need not have the same names; what a row lacks is null."""
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})

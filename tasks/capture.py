@@ -1,7 +1,8 @@
 """Stage capture: samples -> the verifier's hidden states, in shards, only for samples that have none yet.
 
 What determines a sample's states is the verifier, the layers and the token ids. All shards of one such
-combination lie under one *capture key*, whatever run made them; `plan_capture` subtracts their samples from the wanted ones.
+combination lie under one *capture key*, whatever run made them; `plan_capture` subtracts their samples from
+the wanted ones.
 """
 
 import logging
@@ -34,6 +35,7 @@ from storage.tables import PLAN_SCHEMA, read_table, write_table
 from tasks.child import Child, JobFailedError
 from tasks.eagle3.shard_plan import ShardPlan, plan_shards
 from tasks.eagle3.verifier import check_layer_ids, default_layer_ids
+from tasks.hardware import capture_dtype
 from tasks.load_verifier import Verifier
 from tasks.progress import ProgressMeter
 from tasks.stage import (
@@ -73,7 +75,7 @@ class CaptureSettings(StageSettings):
     codec: Literal["bf16"] = "bf16"
     """How states are stored."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What the verifier computes in; auto: float32 on a CPU, else as its weights are stored."""
+    """What the verifier computes in; auto: as its weights are stored, on a CPU bfloat16 if it is native."""
     rows_per_shard: PositiveInt = 2000
     """Most samples of a shard."""
     shard_megabytes: PositiveInt = 1000
@@ -174,7 +176,7 @@ def capture_key(verifier: Verifier, settings: CaptureSettings) -> str:
             list(layer_ids),
             settings.codec,
             settings.engine,
-            settings.dtype,
+            capture_dtype(settings.dtype, settings.device),
         ]
     )[:24]
 
@@ -228,13 +230,16 @@ def plan_capture(
         rows,
         len(missing.shards),
     )
-    return _publish_plan(store, key, missing, samples, verifier, settings) if rows else None
+    if not rows:
+        return None
+    return _publish_plan(store, key, missing, samples=samples, verifier=verifier, settings=settings)
 
 
 def _publish_plan(
     store: Store,
     key: str,
     missing: ShardPlan,
+    *,
     samples: StageResult,
     verifier: Verifier,
     settings: CaptureSettings,
@@ -261,7 +266,13 @@ def _publish_plan(
         with writer.file(PLAN_TABLE) as path:
             write_table(path, rows, schema=PLAN_SCHEMA)
         return writer.publish(
-            rows=len(rows), facts={"capture_key": key, "layer_ids": layer_ids, "ranges": ranges}
+            rows=len(rows),
+            facts={
+                "capture_key": key,
+                "layer_ids": layer_ids,
+                "dtype": capture_dtype(settings.dtype, settings.device),
+                "ranges": ranges,
+            },
         )
 
 
@@ -314,7 +325,8 @@ def capture_shard(
                 "layer_ids": list(plan.layer_ids),
                 "directory": verifier.directory,
                 "verifier": verifier.manifest.path,
-                "settings": settings.model_dump(mode="json"),
+                "settings": settings.model_dump(mode="json")
+                | {"dtype": plan.manifest.facts["dtype"]},
             },
             lambda message: meter.advance(message["tokens"]),
         )

@@ -74,6 +74,9 @@ class Child:
             env=variables,
         )
         os.close(write_fd)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._output = self._process.stdin, self._process.stdout
         self._replies = os.fdopen(read_fd, "r")
         # in this context, so that the lines belong to the task run that started the child
         run_here = contextvars.copy_context().run
@@ -98,8 +101,8 @@ class Child:
         Raises JobRefusedError when the job calls its input wrong, JobFailedError when it or its process broke.
         """
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
         except (BrokenPipeError, OSError) as error:
             raise self._died() from error
         for line in self._replies:
@@ -119,8 +122,7 @@ class Child:
     def close(self) -> None:
         """End the process and all it started; a process that is idle leaves by itself."""
         try:
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            self._requests.close()
             self._process.wait(timeout=2)
         except (subprocess.TimeoutExpired, OSError):
             pass
@@ -129,7 +131,7 @@ class Child:
             self._process.wait()
             self._log_thread.join(timeout=2)
             self._replies.close()
-            self._process.stdout.close()
+            self._output.close()
 
     def kill(self) -> None:
         """SIGKILL to the whole process group."""
@@ -154,7 +156,7 @@ class Child:
         self.close()
 
     def _forward_log(self) -> None:
-        for line in self._process.stdout:
+        for line in self._output:
             text = line.rstrip()
             if text:
                 self._tail.append(text)
@@ -174,16 +176,19 @@ def start_process(
     command: list[str], *, env: Mapping[str, str], **options: Any
 ) -> "subprocess.Popen[str]":
     """Start a process that `die_with_parent` may call in: in a session of its own, output piped together."""
-    return _starter.submit(
-        subprocess.Popen,
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        text=True,
-        env={**env, PARENT_PID: str(os.getpid())},
-        **options,
-    ).result()
+
+    def start() -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+            env={**env, PARENT_PID: str(os.getpid())},
+            **options,
+        )
+
+    return _starter.submit(start).result()
 
 
 def die_with_parent() -> None:

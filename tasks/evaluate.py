@@ -1,6 +1,6 @@
 """Stage evaluate: held-out prompts, verifier and draft -> acceptance length by real greedy speculative decoding."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -8,6 +8,7 @@ from storage.artifacts import Identity
 from storage.layout import EVALUATION, REFERENCE
 from storage.store import Store
 from tasks.eagle3.draft_settings import DraftSettings
+from tasks.hardware import decoding_dtype
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
 from tasks.stage_settings import StageSettings
@@ -23,7 +24,9 @@ class EvaluateSettings(StageSettings):
     resources: ClassVar[frozenset[str]] = frozenset({"device", "batch_size"})
 
     prompts: PositiveInt = 24
-    """Held-out prompts that are decoded."""
+    """Prompts that are decoded."""
+    side: Literal["held_out", "train"] = "held_out"
+    """Where they come from; train is for a proof that a draft can learn one sample by heart."""
     max_new_tokens: PositiveInt = 128
     """Longest answer, in tokens."""
     draft_tokens: PositiveInt = 3
@@ -58,7 +61,9 @@ def evaluate(
 
     The parts of the result are these three: reference, before, after. The texts have to be equal.
     """
-    drafts = {
+    dtype = decoding_dtype(settings.dtype, settings.device)
+    settings = settings.model_copy(update={"dtype": dtype})
+    drafts: dict[str, dict[str, Any]] = {
         "before": {"seed": seed, "weights": None},
         "after": {"seed": seed, "weights": trained.parts[0].path},
     }

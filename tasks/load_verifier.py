@@ -65,10 +65,8 @@ def find_model(settings: VerifierSettings) -> Path:
     Raises VerifierError when there is no such model.
     """
     source = settings.model
-    if source.startswith(PACKAGE_PREFIX):
-        path = _package_file(source)
-    else:
-        path = Path(source).expanduser()
+    packaged = source.startswith(PACKAGE_PREFIX)
+    path = _package_file(source) if packaged else Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise VerifierError(f"verifier.model {source}: there is no file {path}")

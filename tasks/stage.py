@@ -150,5 +150,8 @@ def _progress_to_log() -> ProgressCallback:
 
 def call(stage: Task[..., Any], *args: Any, **kwargs: Any) -> StageResult:
     """Run a stage outside of any flow, without a Prefect server, and return its result."""
-    result = stage.fn(*args, **kwargs)
-    return result.data if isinstance(result, State) else result
+    result: Any = stage.fn(*args, **kwargs)
+    found: Any = result.data if isinstance(result, State) else result
+    if not isinstance(found, StageResult):
+        raise TypeError(f"stage {stage.name} gave a {type(found).__name__}, no StageResult")
+    return found

@@ -7,6 +7,7 @@ from storage.layout import CHECKPOINTS
 from storage.store import Store
 from tasks.eagle3.draft_settings import DraftSettings
 from tasks.eagle3.training_settings import TrainSettings
+from tasks.hardware import training_precision
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
 
@@ -28,6 +29,8 @@ def train(
     settings: TrainSettings,
 ) -> StageResult:
     """Train the draft in a child process; a killed training goes on at its last checkpoint."""
+    precision = training_precision(settings.precision, settings.device)
+    settings = settings.model_copy(update={"precision": precision})
     wanted = Identity(
         stage=CHECKPOINTS,
         version=VERSION,

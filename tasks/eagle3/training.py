@@ -16,7 +16,11 @@ from torch import Tensor
 from tasks.eagle3.batches import TrainingSample, pack, plan_batches
 from tasks.eagle3.draft import Eagle3DraftModel, trainable_parameters
 from tasks.eagle3.training_settings import TrainSettings
-from tasks.eagle3.training_step import expected_acceptance_length, training_forward
+from tasks.eagle3.training_step import (
+    Precision,
+    expected_acceptance_length,
+    training_forward,
+)
 
 
 class TrainingDivergedError(RuntimeError):
@@ -35,6 +39,8 @@ class Position:
     best_epoch: int = -1
     best_score: float | None = None
     finished: bool = False
+    tokens: int = 0
+    """Tokens trained on so far."""
     history: list[dict[str, float | None]] = field(default_factory=list)
     """One entry for each step and each validation, in order; a value that is no number is None."""
 
@@ -53,7 +59,7 @@ class Training:
         val: Sequence[TrainingSample],
         *,
         settings: TrainSettings,
-        precision: str,
+        precision: Precision,
         train_lengths: Sequence[int],
         val_lengths: Sequence[int],
     ) -> None:
@@ -204,6 +210,7 @@ class Training:
         self._optimizer.zero_grad(set_to_none=True)
         sums = {name: float(value.detach()) for name, value in result.metrics.items()}
         position.step += 1
+        position.tokens += len(batch)
         position.batch += 1
         entry = {"lr": rate, "gradient_norm": gradient, "tokens": len(batch), **means(sums)}
         self._note_down(entry | {"loss": loss}, validation=0)
@@ -246,7 +253,9 @@ class Training:
         loss, accuracy = last["loss"], last["full_acc_0"]
         if loss is None or accuracy is None:
             return f"epoch {self.position.epoch + 1}, the last step was not finite and not taken"
-        return f"epoch {self.position.epoch + 1}, loss {loss:.3f}, first-token accuracy {accuracy:.3f}"
+        return (
+            f"epoch {self.position.epoch + 1}, loss {loss:.3f}, first-token accuracy {accuracy:.3f}"
+        )
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:

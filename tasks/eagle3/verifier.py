@@ -7,6 +7,7 @@ the prefix of the architecture is.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,6 +92,8 @@ class VerifierFacts(BaseModel):
     """Ids that end a text: generation_config.json's, else the config's."""
     dtype: str | None
     """dtype the config states, such as "bfloat16"."""
+    parameters: int
+    """Values in all weight files; packed integers of a quantized checkpoint count as stored."""
 
 
 def read_facts(directory: Path) -> VerifierFacts:
@@ -103,12 +106,10 @@ def read_facts(directory: Path) -> VerifierFacts:
     config = read_config(directory)
     config_path, text = find_text_config(config, directory)
     refuse_head_transforms(config, text)
-    tensors = {
-        key: entry
-        for file in read_weight_files(directory)
-        for key, entry in file.tensors.items()
-        if not _INSIDE_LAYER.search(key)
+    stored = {
+        k: entry for file in read_weight_files(directory) for k, entry in file.tensors.items()
     }
+    tensors = {key: entry for key, entry in stored.items() if not _INSIDE_LAYER.search(key)}
     embed_key = _one_match(tensors, "embed_tokens.weight", directory)
     norm_key = _find_norm(tensors, embed_key, directory)
     head_key = _find_head(tensors, embed_key, config, text, directory=directory)
@@ -135,6 +136,7 @@ def read_facts(directory: Path) -> VerifierFacts:
         head_key=head_key,
         files={key: tensors[key].file for key in (embed_key, norm_key, head_key)},
         eos_token_ids=eos_token_ids(directory, config, text),
+        parameters=sum(math.prod(entry.shape) for entry in stored.values()),
         dtype=next(
             (c[k] for c in (text, config) for k in ("dtype", "torch_dtype") if c.get(k)), None
         ),

@@ -18,6 +18,8 @@ from tasks.eagle3.draft_settings import DraftSettings
 from tasks.eagle3.head import VerifierHead, load_head
 from tasks.eagle3.verifier import VerifierFacts
 
+CPU = torch.device("cpu")
+
 
 def open_facts(store: Store, manifest: Manifest) -> VerifierFacts:
     """Return the facts of a published verifier."""
@@ -36,6 +38,7 @@ def make_draft(
     parts: dict[str, Any],
     *,
     seed: int,
+    device: torch.device = CPU,
     draft_tokens: int = 3,
     verifier_path: str | None = None,
 ) -> Eagle3DraftModel:
@@ -53,7 +56,7 @@ def make_draft(
         verifier_architectures=facts.architectures,
         draft_tokens=draft_tokens,
     )
-    return build_draft(
+    draft = build_draft(
         config,
         embed=head.embed,
         norm=head.norm,
@@ -62,6 +65,7 @@ def make_draft(
         d2t=torch.from_numpy(vocab["d2t"]),
         seed=seed,
     )
+    return torch.nn.Module.to(draft, device)
 
 
 def trained_weights(store: Store, path: str) -> dict[str, Tensor]:

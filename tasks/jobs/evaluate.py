@@ -32,8 +32,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     tokenizer = load_tokenizer(request["directory"])
     model = load_model(request["directory"], device=settings["device"], dtype=settings["dtype"])
     prompts = [
-        prompt_tokens(tokenizer, history)
-        for history in held_out_prompts(store, request, count=settings["prompts"])
+        prompt_tokens(tokenizer, history) for history in choose_prompts(store, request, settings)
     ]
     total = len(prompts) * settings["max_new_tokens"]
     done = 0
@@ -76,18 +75,20 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     return {}
 
 
-def held_out_prompts(
-    store: Store, request: dict[str, Any], *, count: int
+def choose_prompts(
+    store: Store, request: dict[str, Any], settings: dict[str, Any]
 ) -> list[list[dict[str, str]]]:
-    """Return up to `count` conversations without their last answer: of the test side, else of val.
+    """Return conversations without their last answer, in a fixed random order.
 
-    Raises ValueError when no conversation is held out.
+    Held out is the test side, where there is one, else val. Raises ValueError when the side is empty.
     """
     with artifacts.open_file(
         store, artifacts.require(store, request["split"]), SPLIT_TABLE
     ) as path:
         sides = {row["conversation_id"]: row["side"] for row in read_table(path).to_pylist()}
     side = "test" if "test" in sides.values() else "val"
+    if settings["side"] == "train":
+        side = "train"
     histories: dict[str, list[dict[str, str]]] = {}
     for part in request["conversations"]:
         with artifacts.open_file(
@@ -104,7 +105,7 @@ def held_out_prompts(
         )
     ordered = [histories[key] for key in sorted(histories)]
     random.Random(0).shuffle(ordered)
-    return ordered[:count]
+    return ordered[: settings["prompts"]]
 
 
 def _speculate(
@@ -116,12 +117,12 @@ def _speculate(
 ) -> tuple[list[list[int]], list[list[int]], dict[str, Any]]:
     """Decode by verifier and draft; returns texts, accepted tokens per round, and the facts."""
     settings, parts = request["settings"], request["draft"]
-    draft = make_draft(store, parts, seed=parts["seed"])
+    draft = make_draft(store, parts, seed=parts["seed"], device=model.device)
     if parts["weights"] is not None:
         load_weights(draft, trained_weights(store, parts["weights"]))
     decoded = speculative_greedy(
         model,
-        draft.to(model.device),
+        draft,
         prompts,
         layer_ids=parts["layer_ids"],
         max_new_tokens=settings["max_new_tokens"],

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.eagle3.verifier import read_facts
 from tasks.engines.transformers import load_verifier_model
+from tasks.hardware import STORED
 
 
 def resolve_device(device: str) -> torch.device:
@@ -31,25 +32,15 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 @functools.cache
 def load_model(
-    directory: str, *, device: str, dtype: str = "auto", trust_remote_code: bool = False
+    directory: str, *, device: str, dtype: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Return the verifier in evaluation mode; "auto" computes in float32 on a CPU, else as stored."""
-    where = resolve_device(device)
-    if dtype != "auto":
-        kind = getattr(torch, dtype)
-    elif where.type == "cpu":
-        kind = torch.float32
-    else:
-        kind = getattr(torch, read_facts(Path(directory)).dtype or "bfloat16")
-    return load_verifier_model(
-        Path(directory), device=str(where), dtype=kind, trust_remote_code=trust_remote_code
+    """Return the verifier in evaluation mode; `dtype` is float32, bfloat16 or "stored"."""
+    if dtype == STORED:
+        dtype = read_facts(Path(directory)).dtype or "bfloat16"
+    model: PreTrainedModel = load_verifier_model(
+        Path(directory),
+        device=str(resolve_device(device)),
+        dtype=getattr(torch, dtype),
+        trust_remote_code=trust_remote_code,
     )
-
-
-def native_bf16() -> bool:
-    """Tell whether this CPU multiplies bf16 matrices natively; where it does not, bf16 is some 20 times slower."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    return model

@@ -35,7 +35,7 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
     )
     rows = []
     for conversation, history, answer in zip(conversations, histories, answers, strict=True):
-        text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+        text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
         messages = [*history, {"role": "assistant", "content": text}]
         rows.append(
             {

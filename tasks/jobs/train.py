@@ -5,7 +5,6 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from tasks.child import ProgressCallback
 from tasks.eagle3.training import Position, Training
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.jobs.drafts import make_draft
-from tasks.jobs.models import native_bf16, resolve_device
+from tasks.jobs.models import resolve_device
 from tasks.jobs.samples import open_samples
 
 logger = logging.getLogger(__name__)
@@ -35,30 +34,27 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings = TrainSettings.model_validate(request["settings"])
     device = resolve_device(settings.device)
-    draft = make_draft(store, request["draft_parts"], seed=settings.seed).to(device)
+    draft = make_draft(store, request["draft_parts"], seed=settings.seed, device=device)
     checkpoint = latest_checkpoint(store, wanted.key)
     with ExitStack() as stack:
         sides = open_samples(stack, store, request, max_tokens=settings.max_tokens)
-        tensors, state = {}, {"precision": _precision(settings, device)}
-        if checkpoint is not None:
-            tensors, state = load_checkpoint(store, checkpoint[1])
-        precision = state["precision"]
         training = Training(
             draft,
             sides["train"],
             sides["val"],
             settings=settings,
-            precision=precision,
+            precision="bf16" if settings.precision == "bf16" else "fp32",
             train_lengths=sides["train"].lengths,
             val_lengths=sides["val"].lengths,
         )
         if checkpoint is not None:
+            tensors, state = load_checkpoint(store, checkpoint[1])
             training.resume(state["position"], tensors)
-        _summarize(training, sides, resumed=checkpoint is not None, precision=precision)
+        _summarize(training, sides, resumed=checkpoint is not None, precision=settings.precision)
         started, first_step = time.monotonic(), training.position.step
 
         def save(position: Position, tensors: dict[str, Tensor]) -> None:
-            state = {"position": vars(position), "precision": precision}
+            state = {"position": vars(position)}
             save_checkpoint(store, wanted.key, step=position.step, tensors=tensors, state=state)
             prune_checkpoints(store, wanted.key, keep=settings.keep_checkpoints)
 
@@ -73,14 +69,13 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     unmoved = training.unmoved()
     if unmoved:
         logger.warning("training left these tensors exactly as they were: %s", ", ".join(unmoved))
-    tokens = sum(int(row["tokens"]) for row in position.history if not row["validation"])
     steps = position.step - first_step
     facts: dict[str, Any] = {
         "steps": position.step,
-        "tokens": tokens,
+        "tokens": position.tokens,
         "parameters": sum(p.numel() for p in draft.parameters()),
         "trainable": sum(p.numel() for p in training.parameters.values()),
-        "precision": precision,
+        "precision": settings.precision,
         "best_epoch": position.best_epoch + 1,
         "best_validation_acceptance_length": position.best_score if len(sides["val"]) else None,
         "last_loss": position.history[-1]["loss"],
@@ -96,12 +91,6 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         writer.publish(rows=position.step, facts=facts)
     prune_checkpoints(store, wanted.key, keep=1)
     return {}
-
-
-def _precision(settings: TrainSettings, device: torch.device) -> str:
-    if settings.precision != "auto":
-        return settings.precision
-    return "bf16" if device.type == "cuda" or native_bf16() else "fp32"
 
 
 def _summarize(training: Training, sides: dict[str, Any], *, resumed: bool, precision: str) -> None:

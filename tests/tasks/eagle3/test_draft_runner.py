@@ -81,7 +81,8 @@ def test_guessed_entries_leave_no_trace_once_the_real_ones_are_read(tmp_path: Pa
     piecemeal.propose(states, count=4)
     piecemeal.extend(tokens[:, 3:5], aux[:, 3:5], counts=torch.tensor([2]))
     states = piecemeal.extend(tokens[:, 5:], aux[:, 5:], counts=torch.tensor([4]))
-    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+    # read in one pass or in pieces, sums round in another order
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

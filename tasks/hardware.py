@@ -1,0 +1,44 @@
+"""What this machine computes in: settled before the work, so that identities hold dtypes and never "auto". No torch."""
+
+from pathlib import Path
+
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+STORED = "stored"
+"""The dtype that the verifier's weights are stored in."""
+
+
+def uses_gpu(device: str) -> bool:
+    """Tell whether a device setting (auto, cpu, cuda, cuda:N) means a GPU on this machine."""
+    return NVIDIA_DEVICE.exists() if device == "auto" else device.startswith("cuda")
+
+
+def native_bf16() -> bool:
+    """Tell whether this CPU multiplies bf16 matrices natively; where it does not, bf16 is some 20 times slower."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def capture_dtype(setting: str, device: str) -> str:
+    """Settle capture.dtype: what is fast here and as exact as the stored states are (bf16)."""
+    if setting != "auto":
+        return setting
+    if uses_gpu(device):
+        return STORED
+    return "bfloat16" if native_bf16() else "float32"
+
+
+def decoding_dtype(setting: str, device: str) -> str:
+    """Settle evaluate.dtype: fp32 on a CPU, where texts are then compared exactly; as stored on a GPU."""
+    if setting != "auto":
+        return setting
+    return STORED if uses_gpu(device) else "float32"
+
+
+def training_precision(setting: str, device: str) -> str:
+    """Settle train.precision: bf16 products where the hardware has them."""
+    if setting != "auto":
+        return setting
+    return "bf16" if uses_gpu(device) or native_bf16() else "fp32"

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs bench-train clean
+.PHONY: help demo test check format docs bench-train bench-demo clean install
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,6 +42,11 @@ docs: $(INSTALLED) ## generate SETTINGS.md from the settings' docstrings
 
 bench-train: $(INSTALLED) ## training step on this CPU against speculators' own forward and loss
 	$(BIN)/python tests/benchmarks/bench_train.py --record
+	$(BIN)/python tests/benchmarks/table.py
+
+bench-demo: $(INSTALLED) ## the demo from nothing: seconds, peak memory, acceptance length
+	$(BIN)/python tests/benchmarks/bench_demo.py --record
+	$(BIN)/python tests/benchmarks/table.py
 
 clean: ## remove the virtual environment (artifacts in ./runs stay)
 	rm -rf $(VENV)

@@ -1,12 +1,25 @@
 """Read what earlier runs have written down: outrider status."""
 
-import json
 from typing import Any
 
 from storage.layout import RUN_RECORDS
 from storage.store import Store
 
 Record = dict[str, Any]
+
+ORDER = (
+    "load_verifier",
+    "collect",
+    "regenerate",
+    "tokenize_chats",
+    "capture",
+    "split",
+    "map_vocab",
+    "train",
+    "evaluate",
+    "export",
+)
+"""Stages as they run; JSON files keep their keys sorted by name."""
 
 
 def list_records(store_url: str) -> list[Record]:
@@ -15,8 +28,8 @@ def list_records(store_url: str) -> list[Record]:
     records = []
     for name in store.files(RUN_RECORDS):
         try:
-            records.append(store.read_json(f"{RUN_RECORDS}/{name}"))
-        except (ValueError, FileNotFoundError):
+            records.append(_in_order(store.read_json(f"{RUN_RECORDS}/{name}")))
+        except (ValueError, KeyError, TypeError, FileNotFoundError):
             continue  # not a record, or gone meanwhile
     return sorted(records, key=lambda record: str(record.get("run")))
 
@@ -74,6 +87,6 @@ def render_record(record: Record) -> str:
     return "\n".join(lines)
 
 
-def settings_as_text(record: Record) -> str:
-    """Return the settings of a run as JSON."""
-    return json.dumps(record["settings"], indent=2)
+def _in_order(record: Record) -> Record:
+    stages = sorted(record["stages"].items(), key=lambda item: ORDER.index(item[0]))
+    return {**record, "stages": dict(stages)}

@@ -23,8 +23,8 @@ from tasks.eagle3.training_step import (
 )
 
 
-class TrainingDivergedError(RuntimeError):
-    """More steps than allowed had a loss or gradient that is no finite number."""
+class TrainingDivergedError(ValueError):
+    """More steps than allowed had a loss or gradient that is no finite number; another try gives the same."""
 
 
 @dataclass

@@ -8,9 +8,10 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from storage import artifacts
 from storage.manifest import Manifest
 from storage.store import Store
-from tasks.capture import CaptureSettings, WorkerPool, capture_shard, open_plan
+from tasks.capture import MODULE, CaptureSettings, capture_shard, open_plan
 from tasks.load_verifier import Verifier, open_verifier
 from tasks.progress import ProgressMeter
+from tasks.worker_pool import WorkerPool
 
 
 @flow(name="capture-states", persist_result=False)
@@ -30,7 +31,10 @@ def capture_states(
     work = open_plan(opened, plan)
     model = open_verifier(opened, verifier_directory, artifacts.require(opened, verifier))
     meter = ProgressMeter("capture", sum(work.tokens), "tokens")
-    with WorkerPool(settings) as pool:
+    pool = WorkerPool(
+        MODULE, processes=settings.processes, gpus_per_process=settings.gpus_per_process
+    )
+    with pool:
         futures = [
             capture_shard.submit(
                 opened, work, rows, verifier=model, settings=settings, pool=pool, meter=meter

@@ -6,10 +6,6 @@ the wanted ones.
 """
 
 import logging
-import os
-import queue
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal, Self
 
@@ -32,7 +28,7 @@ from storage.manifest import Manifest, canonical_digest
 from storage.row_ranges import RowRange
 from storage.store import Store
 from storage.tables import PLAN_SCHEMA, read_table, write_table
-from tasks.child import Child, JobFailedError
+from tasks.child import JobFailedError
 from tasks.eagle3.shard_plan import ShardPlan, plan_shards
 from tasks.eagle3.verifier import check_layer_ids, default_layer_ids
 from tasks.hardware import capture_dtype
@@ -46,6 +42,7 @@ from tasks.stage import (
     worth_a_retry,
 )
 from tasks.stage_settings import StageSettings
+from tasks.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -120,50 +117,6 @@ class CapturePlan:
     ranges: tuple[RowRange, ...]
     sample_ids: tuple[str, ...]
     tokens: tuple[int, ...]
-
-
-class WorkerPool:
-    """Worker processes that each hold the verifier; one that died is replaced when it is needed again."""
-
-    def __init__(self, settings: CaptureSettings) -> None:
-        self._settings = settings
-        self._slots: queue.Queue[tuple[int, Child | None]] = queue.Queue()
-        for slot in range(settings.processes):
-            self._slots.put((slot, None))
-
-    @contextmanager
-    def worker(self) -> Iterator[Child]:
-        """Give a free worker, starting it when there is none in the slot."""
-        slot, child = self._slots.get()
-        try:
-            if child is None or not child.alive:
-                if child is not None:
-                    child.close()
-                child = Child(MODULE, self._environment(slot))
-            yield child
-        finally:
-            self._slots.put((slot, child))
-
-    def close(self) -> None:
-        """End all workers."""
-        while not self._slots.empty():
-            _, child = self._slots.get()
-            if child is not None:
-                child.close()
-
-    def __enter__(self) -> Self:
-        """Use as a context manager: no worker outlives the block."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End all workers."""
-        self.close()
-
-    def _environment(self, slot: int) -> dict[str, str]:
-        count = self._settings.gpus_per_process
-        gpus = ",".join(str(slot * count + i) for i in range(count))
-        threads = max(1, (os.cpu_count() or 1) // self._settings.processes)
-        return {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": str(threads)}
 
 
 def capture_key(verifier: Verifier, settings: CaptureSettings) -> str:

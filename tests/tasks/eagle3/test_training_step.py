@@ -95,7 +95,7 @@ def assert_equal_steps(
         assert float(off) < tolerance, f"{name}: {float(off):.1e}"
 
 
-@pytest.mark.parametrize("ttt_steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("ttt_steps", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_the_step_equals_speculators_forward_in_fp32(

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from flows.run_log import OUR_LOGGERS
 from tasks.progress import Progress as Done
 from tasks.progress import live
 
-OUR_LOGGERS = ("flows", "tasks", "storage")
 LINE = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
 
 

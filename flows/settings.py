@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from tasks.capture import CaptureSettings
 from tasks.collect import DataSettings
@@ -32,7 +32,7 @@ class PipelineSettings(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", title="Name")
     """Name of the run's settings, shown in Prefect and in reports."""
     store: str = Field(min_length=1, title="Store")
-    """Where artifacts lie: a directory or an fsspec URL (s3://, gs://, memory://)."""
+    """Where artifacts lie: a directory or an fsspec URL (s3://, gs://, az://)."""
     verifier: VerifierSettings = Field(title="Verifier")
     """The model whose drafts are trained."""
     data: DataSettings = Field(title="Data")
@@ -55,6 +55,16 @@ class PipelineSettings(BaseModel):
     """How the draft is judged."""
     export: ExportSettings = Field(default=ExportSettings(), title="Export")
     """The speculators checkpoint."""
+
+    @field_validator("store")
+    @classmethod
+    def _seen_by_child_processes(cls, url: str) -> str:
+        if url.startswith("memory:"):
+            raise ValueError(
+                "a store in memory ends with its process, and stages run in processes of their own; "
+                "name a directory or a bucket"
+            )
+        return url
 
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> PipelineSettings:

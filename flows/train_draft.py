@@ -11,6 +11,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.capture_states import run_capture
+from flows.run_log import show_info_lines
 from flows.run_record import RunRecord
 from flows.settings import PipelineSettings
 from storage import artifacts
@@ -33,12 +34,18 @@ fetch_model = task(
 )(find_model)
 
 
-@flow(name="train-draft", persist_result=False)
+@flow(name="train-draft", flow_run_name="train-draft {settings.name}", persist_result=False)
 def train_draft(settings: PipelineSettings, run_id: str | None = None) -> dict[str, Any]:
     """Train, evaluate and export a draft model; reuses every artifact that is there.
 
-    Returns the run's record: stages with their state, the speculator's path, the acceptance length.
+    Args:
+        settings: what to train and on what; the same as in a settings file.
+        run_id: name of the run's record in the store; empty = made from the time.
+
+    Returns:
+        The run's record: stages with their state, the speculator's path, the acceptance length.
     """
+    show_info_lines()
     store = Store(settings.store)
     store.check_writable()
     run = RunRecord(store, settings, run_id)

@@ -32,8 +32,11 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 REPLY_FD = "OUTRIDER_REPLY_FD"
 PARENT_PID = "OUTRIDER_PARENT_PID"
 TAIL_LINES = 20
-QUIET = {
+DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
+    # Threads that wait sleep instead of spinning: next to any other busy process spinning made 2 threads
+    # on 2 cores 10 to 28 times slower (measured), alone it gains nothing.
+    "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     # Bars of libraries are drawn for a terminal that a child does not have.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -62,8 +65,8 @@ class Child:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         read_fd, write_fd = os.pipe()
         variables = {
+            **DEFAULTS,
             **os.environ,
-            **QUIET,
             **(environment or {}),
             REPLY_FD: str(write_fd),
         }

@@ -4,7 +4,7 @@ A draft learns to say what its verifier says, so answers by anyone else are a wo
 chunks of conversations, each an artifact: a killed run goes on at the next chunk.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -12,6 +12,7 @@ from storage.artifacts import Identity
 from storage.layout import REGENERATED
 from storage.row_ranges import split
 from storage.store import Store
+from tasks.hardware import decoding_dtype
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
 from tasks.stage_settings import StageSettings
@@ -31,6 +32,8 @@ class RegenerateSettings(StageSettings):
     """Conversations that are written and saved together."""
     batch_size: PositiveInt = 32
     """Conversations that are decoded at once."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the verifier computes in; auto: float32 on a CPU, else as its weights are stored."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto, cpu or cuda."""
 
@@ -40,6 +43,8 @@ def regenerate(
     store: Store, conversations: StageResult, verifier: Verifier, settings: RegenerateSettings
 ) -> StageResult:
     """Write the last answers of all conversations with the verifier, greedily, chunk by chunk."""
+    dtype = decoding_dtype(settings.dtype, settings.device)
+    settings = settings.model_copy(update={"dtype": dtype})
     chunks = [
         (part, rows)
         for part in conversations.parts

@@ -33,9 +33,17 @@ def _engine(directory: str, layer_ids: tuple[int, ...], device: str, dtype: str)
 
 def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Publish the shard of `request["rows"]`; CanaryError when its states are not the verifier's."""
-    store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings, layer_ids = request["settings"], tuple(request["layer_ids"])
     engine = _engine(request["directory"], layer_ids, settings["device"], settings["dtype"])
+    return capture_rows(request, progress, engine=engine)
+
+
+def capture_rows(
+    request: dict[str, Any], progress: ProgressCallback, *, engine: CaptureEngine
+) -> dict[str, Any]:
+    """Let `engine` capture the rows of `request`, hold them against the verifier, publish the shard."""
+    store, wanted = Store(request["store"]), Identity(**request["identity"])
+    settings, layer_ids = request["settings"], tuple(request["layer_ids"])
     start, stop = request["rows"]
     plan = artifacts.require(store, request["plan"])
     with artifacts.open_file(store, plan, PLAN_TABLE) as path:

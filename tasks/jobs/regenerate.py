@@ -20,7 +20,7 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
     store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings, (start, stop) = request["settings"], request["rows"]
     tokenizer = load_tokenizer(request["directory"])
-    model = load_model(request["directory"], device=settings["device"])
+    model = load_model(request["directory"], device=settings["device"], dtype=settings["dtype"])
     manifest = artifacts.require(store, request["conversations"])
     with artifacts.open_file(store, manifest, CONVERSATIONS_TABLE) as path:
         conversations = read_table(path).slice(start, stop - start).to_pylist()

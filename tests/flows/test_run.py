@@ -1,0 +1,216 @@
+"""Whole runs: what is said, what is reused, what a change makes anew."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_runs import (
+    PLACES,
+    ROOT,
+    SEEN,
+    STAGES,
+    TinyRun,
+    computed,
+    environment,
+    manifests,
+    outrider,
+    run_flow,
+    states,
+    write_chats,
+    write_settings,
+)
+
+
+def test_the_last_line_of_a_run_has_the_shape_of_the_contract(tiny):
+    assert sorted(tiny.result) == ["acceptance_length", "run", "speculator", "stages"]
+    assert tuple(tiny.result["stages"]) == STAGES
+    for stage in tiny.result["stages"].values():
+        assert {"state", "seconds", "key", "rows"} <= stage.keys()
+        assert stage["state"] == "computed"
+        assert stage["seconds"] >= 0
+        assert len(stage["key"]) == 24
+        assert stage["rows"] > 0
+    assert tiny.result["stages"]["collect"]["rows"] == 24
+    assert 1.0 <= tiny.result["acceptance_length"] <= 4.0
+    assert (Path(tiny.result["speculator"]) / "config.json").is_file()
+
+
+def test_every_shard_holds_the_score_of_its_canary(tiny):
+    found = [json.loads((tiny.store / path).read_text()) for path in manifests(tiny.store, "capture")]
+
+    assert [shard["rows"] for shard in found] == [8, 8, 8]
+    for shard in found:
+        canary = shard["facts"]["canary"]
+        assert canary["argmax_agreement"] >= 0.98
+        assert len(canary["aux_error"]) == 3
+        assert max(canary["aux_error"]) < 0.01
+
+
+def test_a_second_run_reuses_every_stage_and_writes_nothing(tiny, tmp_path, prefect_api, caplog):
+    copy = tiny.copy(tmp_path)
+    before = manifests(copy.store)
+
+    record = run_flow(copy.values, prefect_api)
+
+    assert computed(record) == []
+    assert manifests(copy.store) == before
+    assert not [r for r in caplog.records if r.name == "tasks.child"], "a child process has run"
+    assert record["acceptance_length"] == tiny.result["acceptance_length"]
+    assert {n: s["key"] for n, s in record["stages"].items()} == {
+        n: s["key"] for n, s in tiny.result["stages"].items()
+    }
+
+
+def remove_artifact(manifest: Path) -> None:
+    shutil.rmtree(manifest.parent)
+
+
+def truncate_file(manifest: Path) -> None:
+    largest = max(manifest.parent.glob("attempt-*/*"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_removed_artifact_is_made_anew_and_nothing_else(stage, tiny, tmp_path, prefect_api):
+    check_repair(stage, remove_artifact, tiny, tmp_path, prefect_api)
+
+
+@pytest.mark.parametrize("stage", ["capture", "split"])
+def test_a_truncated_artifact_is_made_anew_and_nothing_else(stage, tiny, tmp_path, prefect_api):
+    check_repair(stage, truncate_file, tiny, tmp_path, prefect_api)
+
+
+def check_repair(
+    stage: str, harm: Callable[[Path], None], tiny: TinyRun, tmp_path: Path, api: str
+) -> None:
+    copy = tiny.copy(tmp_path)
+    before = manifests(copy.store)
+    # of a training it is the trained draft, not one of its checkpoints; of many parts the first
+    harmed = min(manifests(copy.store, stage), key=lambda path: path.count("/"))
+    harm(copy.store / harmed)
+
+    record = run_flow(copy.values, api)
+
+    assert computed(record) == [stage]
+    after = manifests(copy.store)
+    gone = {path for path in before if path.startswith(harmed.removesuffix("manifest.json"))}
+    changed = {path for path in after if path not in gone and after[path] != before.get(path)}
+    assert after[harmed] > before[harmed]
+    # a capture has a plan besides
+    assert all(path.startswith("capture_plan/") for path in changed), changed
+    assert record["acceptance_length"] == tiny.result["acceptance_length"]
+
+
+def test_a_removed_reference_is_decoded_anew_and_the_drafts_texts_are_not(
+    tiny, tmp_path, prefect_api
+):
+    copy = tiny.copy(tmp_path)
+    shutil.rmtree(copy.store / "reference")
+    before = manifests(copy.store, "evaluate")
+
+    record = run_flow(copy.values, prefect_api)
+
+    assert computed(record) == ["evaluate"]
+    assert manifests(copy.store, "evaluate") == before
+    assert list((copy.store / "reference").glob("*/manifest.json"))
+
+
+CHANGES = {
+    "train": ({"train": {"lr": 2e-3}}, ["train", "evaluate", "export"]),
+    "vocabulary": ({"vocab": {"draft_size": 64}}, ["map_vocab", "train", "evaluate", "export"]),
+    "layers": ({"capture": {"layers": [1, 4, 5]}}, ["capture", "train", "evaluate", "export"]),
+    "draft tokens": ({"evaluate": {"draft_tokens": 2}}, ["evaluate", "export"]),
+    "processes": ({"capture": {"gpus": 1}, "train": {"keep_checkpoints": 1}}, []),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_setting_makes_anew_what_depends_on_it(change, tiny, tmp_path, prefect_api):
+    groups, expected = CHANGES[change]
+    copy = tiny.copy(tmp_path)
+
+    record = run_flow(copy.changed(**groups), prefect_api)
+
+    assert computed(record) == expected
+
+
+def test_new_conversations_are_captured_and_the_old_ones_are_not(tiny, tmp_path, prefect_api):
+    copy = tiny.copy(tmp_path)
+    shards = manifests(copy.store, "capture")
+    more = write_chats(tmp_path / "more.jsonl", [3, *range(100, 104)])  # 3 was there before
+    sources = [*copy.values["data"]["sources"], str(more)]
+
+    record = run_flow(copy.changed(data={"sources": sources}), prefect_api)
+
+    assert states(record)["load_verifier"] == "reused"
+    after = manifests(copy.store, "capture")
+    assert {path: after[path] for path in shards} == shards
+    (new,) = after.keys() - shards.keys()
+    assert json.loads((copy.store / new).read_text())["rows"] == 4
+    assert record["stages"]["collect"]["rows"] == 24 + 5
+    assert record["stages"]["capture"]["rows"] == 24 + 4
+
+
+def test_two_runs_at_once_on_one_store_both_succeed(tiny, tmp_path, prefect_api):
+    copy = tiny.copy(tmp_path, without=("split", "map_vocab", "train", "evaluate", "export"))
+    file = write_settings(copy.values, tmp_path / "settings.yaml")
+    command = [sys.executable, "-m", "flows.cli", "run", str(file), "--json"]
+    env = environment(tmp_path / "prefect", PREFECT_API_URL=prefect_api)
+
+    runs = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    outputs = [run.communicate(timeout=300) for run in runs]
+
+    for run, (stdout, stderr) in zip(runs, outputs, strict=True):
+        assert run.returncode == 0, stderr
+        result = json.loads(stdout.splitlines()[-1])
+        assert result["acceptance_length"] == tiny.result["acceptance_length"]
+    assert computed(run_flow(copy.values, prefect_api)) == []
+
+
+def test_refused_settings_end_with_status_2_and_one_line(tiny, tmp_path):
+    file = write_settings(tiny.changed(train={"learning_rate": 1}), tmp_path / "settings.yaml")
+
+    done = outrider("run", file, env=environment(tmp_path))
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "outrider: train.learning_rate: there is no such setting; did you mean train.warmup_ratio?"
+    ] or done.stderr.startswith("outrider: train.learning_rate: there is no such setting")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_failure_ends_with_status_1_and_its_cause_in_the_last_line(tiny, tmp_path, prefect_api):
+    values = tiny.changed(vocab={"draft_size": 1000}) | {"store": str(tmp_path / "store")}
+    file = write_settings(values, tmp_path / "settings.yaml")
+    env = environment(tmp_path / "prefect", PREFECT_API_URL=prefect_api)
+
+    done = outrider("run", file, "--json", env=env)
+
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("outrider: vocab.draft_size 1000 exceeds")
+    assert done.stderr.count("vocab.draft_size 1000 exceeds") == 1
+
+    debug = outrider("run", file, "--debug", env=env)
+
+    assert debug.returncode == 1
+    assert "Traceback" in debug.stderr
+    assert "vocab.draft_size 1000 exceeds" in debug.stderr.splitlines()[-1]
+
+
+def test_the_places_of_all_stages_hold_artifacts(tiny):
+    assert all(manifests(tiny.store, stage) for stage in PLACES)
+    assert SEEN < 24

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs bench-train bench-demo clean install
+.PHONY: help demo test test-vllm check format docs bench-train bench-demo clean install
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,6 +25,10 @@ demo: $(INSTALLED) ## train, evaluate and export a draft for SmolLM2-135M on thi
 
 test: $(INSTALLED) ## run the tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+test-vllm: $(INSTALLED) ## serve exported drafts by vLLM, installed into .venv-vllm, and count acceptance
+	sh tests/vllm/install.sh
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/vllm -rP
 
 check: $(INSTALLED) ## format check, lint, types, import rules
 	$(BIN)/ruff format --check .

@@ -5,7 +5,7 @@ from typing import Any
 from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.run_log import show_info_lines
+from flows.run_log import send_log_to_prefect
 from storage import artifacts
 from storage.manifest import Manifest
 from storage.store import Store
@@ -15,7 +15,7 @@ from tasks.progress import ProgressMeter
 from tasks.worker_pool import WorkerPool
 
 
-@flow(name="capture-states", flow_run_name="capture-states {plan}", persist_result=False)
+@flow(name="capture-states", persist_result=False)
 def capture_states(
     store: str, plan: str, verifier: str, verifier_directory: str, settings: CaptureSettings
 ) -> None:
@@ -28,7 +28,7 @@ def capture_states(
         verifier_directory: where the verifier's files lie on the machine that captures.
         settings: how to capture.
     """
-    show_info_lines()
+    send_log_to_prefect()
     opened = Store(store)
     work = open_plan(opened, plan)
     model = open_verifier(opened, verifier_directory, artifacts.require(opened, verifier))
@@ -52,7 +52,8 @@ def run_capture(
 ) -> None:
     """Run the sub-flow with as many threads as there are worker processes."""
     runner: Any = ThreadPoolTaskRunner(max_workers=settings.processes)
-    capture_states.with_options(task_runner=runner)(
+    name = f"capture {plan.rows:,} samples"
+    capture_states.with_options(task_runner=runner, flow_run_name=name)(
         store=store.url,
         plan=plan.path,
         verifier=verifier.manifest.path,

@@ -11,7 +11,6 @@ from typing import Any
 ENVIRONMENT = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,storage",
     "PREFECT_LOGGING_LEVEL": "WARNING",
 }
 

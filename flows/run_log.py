@@ -1,19 +1,21 @@
-"""Which log lines belong to a run: those of our packages, at INFO, on their way into Prefect's logs of the run."""
+"""Which log lines belong to a run: those of our packages, at INFO; they go into Prefect's logs of the run."""
 
 import logging
 
+from prefect.logging.handlers import APILogHandler
+
 OUR_LOGGERS = ("flows", "tasks", "storage")
 
-ENVIRONMENT = {"PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(OUR_LOGGERS)}
-"""Makes Prefect send the records of these loggers to its API; read when Prefect is imported."""
 
+def send_log_to_prefect() -> None:
+    """Send the INFO records of our packages to Prefect's API, unless another level was chosen before.
 
-def show_info_lines() -> None:
-    """Let INFO records of our packages pass, unless another level was chosen before.
-
-    Prefect gives the loggers its handler, but no level: Python's WARNING would hold.
+    PREFECT_LOGGING_EXTRA_LOGGERS would do half of it: it has to be set before Prefect is imported, and it gives
+    a logger Prefect's handler but no level, so that Python's WARNING holds.
     """
     for name in OUR_LOGGERS:
         logger = logging.getLogger(name)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
+        if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
+            logger.addHandler(APILogHandler())

@@ -129,14 +129,21 @@ def _override(values: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     target: Any = values
     for parent in parents:
-        target = target.setdefault(parent, {})
+        if target.get(parent) is None:  # missing, or left empty in the file
+            target[parent] = {}
+        target = target[parent]
         if not isinstance(target, dict):
             raise SettingsError(f"--set {override!r}: {parent} is a value, not a group of settings")
-    target[last] = _yaml_value(text)
+    target[last] = _yaml_value(text, override)
 
 
-def _yaml_value(text: str) -> Any:
-    value = yaml.safe_load(text)
+def _yaml_value(text: str, override: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(
+            f"--set {override!r}: {text!r} is no YAML value: {' '.join(str(error).split())}"
+        ) from error
     if isinstance(value, str):
         try:  # YAML 1.1 takes 1e-4 for a string
             return float(value)

@@ -11,21 +11,22 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.capture_states import run_capture
-from flows.run_log import show_info_lines
+from flows.run_log import send_log_to_prefect
 from flows.run_record import RunRecord
 from flows.settings import PipelineSettings
 from storage import artifacts
 from storage.store import Store
 from tasks.capture import capture, plan_capture
+from tasks.child import kill_children
 from tasks.collect import collect
-from tasks.evaluate import evaluate
+from tasks.evaluate import check_prompts, evaluate
 from tasks.export import export
 from tasks.load_verifier import find_model, load_verifier, open_verifier
 from tasks.map_vocab import check_draft_size, map_vocab
 from tasks.regenerate import regenerate
 from tasks.split import split
 from tasks.tokenize_chats import tokenize_chats
-from tasks.train import train
+from tasks.train import check_budget, train
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +46,15 @@ def train_draft(settings: PipelineSettings, run_id: str | None = None) -> dict[s
     Returns:
         The run's record: stages with their state, the speculator's path, the acceptance length.
     """
-    show_info_lines()
+    send_log_to_prefect()
     store = Store(settings.store)
     store.check_writable()
     run = RunRecord(store, settings, run_id)
     try:
         return _stages(run, store, settings)
     except BaseException as error:
+        if not isinstance(error, Exception):  # stopped: no signal reaches the stages' threads
+            kill_children()
         run.fail(error)
         raise
 
@@ -69,13 +72,16 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
     samples = run.stage(
         tokenize_chats, store, conversations, verifier, settings.tokenize, settings.data.max_dropped
     )
+    sides = run.stage(split, store, conversations, settings.split)
+    vocab = run.stage(map_vocab, store, samples, sides, verifier, settings.vocab)
+    check_prompts(sides, settings.evaluate)
+    check_budget(samples, settings.train)
+
     run.begin("capture")
     plan = plan_capture(store, samples, verifier, settings.capture)
     if plan is not None:
         run_capture(store, plan, verifier, settings.capture)
     states = run.stage(capture, store, samples, verifier, settings.capture, reused=plan is None)
-    sides = run.stage(split, store, conversations, settings.split)
-    vocab = run.stage(map_vocab, store, samples, sides, verifier, settings.vocab)
     trained = run.stage(
         train,
         store,

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ DEFAULTS = {
 ProgressCallback = Callable[[dict[str, Any]], None]
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="child-starter")
+_children: "weakref.WeakSet[Child]" = weakref.WeakSet()
 
 
 class JobRefusedError(ValueError):
@@ -63,6 +65,7 @@ class Child:
     def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
         self.module = module
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._killed = False
         read_fd, write_fd = os.pipe()
         variables = {
             **DEFAULTS,
@@ -85,6 +88,7 @@ class Child:
         run_here = contextvars.copy_context().run
         self._log_thread = threading.Thread(target=run_here, args=(self._forward_log,), daemon=True)
         self._log_thread.start()
+        _children.add(self)
 
     @property
     def pid(self) -> int:
@@ -137,7 +141,8 @@ class Child:
             self._output.close()
 
     def kill(self) -> None:
-        """SIGKILL to the whole process group."""
+        """SIGKILL to the whole process group; a request that is under way is refused, not worth a retry."""
+        self._killed = True
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -165,14 +170,23 @@ class Child:
                 self._tail.append(text)
                 logger.info("[%s %d] %s", self.module.rsplit(".", 1)[-1], self.pid, text)
 
-    def _died(self) -> JobFailedError:
+    def _died(self) -> JobFailedError | JobRefusedError:
         code = self._process.wait()
+        if self._killed:
+            return JobRefusedError(f"{self.module} (process {self.pid}) was stopped")
         self._log_thread.join(timeout=2)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         said = "; its last lines: " + " | ".join(self._tail) if self._tail else ""
         return JobFailedError(
             f"{self.module} (process {self.pid}) ended by {how} in mid-work{said}"
         )
+
+
+def kill_children() -> None:
+    """End all children of this process at once: for a run that was stopped, whose threads wait for them."""
+    for child in list(_children):
+        if child.alive:
+            child.kill()
 
 
 def start_process(

@@ -43,6 +43,16 @@ class OutputDiffersError(ValueError):
     """Speculative decoding did not give the verifier's own text."""
 
 
+def check_prompts(split: StageResult, settings: EvaluateSettings) -> None:
+    """Raise ValueError when no conversation is there to be decoded: known before anything is captured."""
+    held_out = split.facts.get("test", 0) + split.facts.get("val", 0)
+    if settings.side == "held_out" and not held_out:
+        raise ValueError(
+            "evaluate: no conversation is held out from training; raise split.val_ratio, add data or name a "
+            "source in split.holdout_sources"
+        )
+
+
 @stage_task
 def evaluate(
     store: Store,

@@ -1,5 +1,7 @@
 """Stage tokenize_chats: conversations -> token ids and loss masks, by the verifier's own chat template."""
 
+from collections import Counter
+
 from pydantic import PositiveInt
 
 from storage.artifacts import Identity
@@ -55,7 +57,7 @@ def tokenize_chats(
 def _check(samples: StageResult, *, max_dropped: float) -> None:
     """Stop before any model runs when too much was dropped or nothing is left to learn from."""
     for part in samples.parts:
-        dropped = part.facts["dropped"]
+        dropped: Counter[str] = Counter(part.facts["dropped"])
         check_dropped(
             dropped,
             part.rows + sum(dropped.values()),

@@ -15,6 +15,16 @@ VERSION = 1
 MODULE = "tasks.jobs.train"
 
 
+def check_budget(samples: StageResult, settings: TrainSettings) -> None:
+    """Raise ValueError when the longest sample exceeds a batch: known before anything is captured."""
+    longest = max(part.facts["longest_tokens"] for part in samples.parts)
+    if min(longest, settings.max_tokens) > settings.tokens_per_batch:
+        raise ValueError(
+            f"train.tokens_per_batch {settings.tokens_per_batch} is less than the longest sample of {longest} "
+            f"tokens; raise it, or lower train.max_tokens {settings.max_tokens} or tokenize.max_tokens"
+        )
+
+
 @stage_task
 def train(
     store: Store,

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 CONVERSATIONS, SEEN = 24, 18
 TOPICS = ("the tide", "a lathe", "old maps", "rye bread", "a heron", "slate roofs")
 STAGES = (
-    "load_verifier", "collect", "tokenize_chats", "capture", "split", "map_vocab", "train",
+    "load_verifier", "collect", "tokenize_chats", "split", "map_vocab", "capture", "train",
     "evaluate", "export",
 )  # fmt: skip
 PLACES = {

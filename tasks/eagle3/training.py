@@ -78,7 +78,7 @@ class Training:
     def run(self, *, on_checkpoint: OnCheckpoint, on_step: OnStep) -> dict[str, Tensor]:
         """Train from the current position to the end; returns the best weights by name.
 
-        `on_checkpoint(position, tensors)` is called every `checkpoint_seconds` and after every epoch;
+        `on_checkpoint(position, tensors)` is called every `checkpoint_seconds` and, unless turned off, each epoch;
         `on_step(steps done, total steps, note)` after every step.
         Raises TrainingDivergedError past the budget of non-finite steps.
         """
@@ -91,8 +91,9 @@ class Training:
                     on_checkpoint(self.position, self.state())
                     saved = time.monotonic()
             self._end_epoch()
-            on_checkpoint(self.position, self.state())
-            saved = time.monotonic()
+            if self._settings.epoch_checkpoints:
+                on_checkpoint(self.position, self.state())
+                saved = time.monotonic()
         return self._best
 
     def state(self) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ class TrainSettings(StageSettings):
     """How the draft is trained."""
 
     resources: ClassVar[frozenset[str]] = frozenset(
-        {"device", "checkpoint_seconds", "keep_checkpoints"}
+        {"device", "checkpoint_seconds", "epoch_checkpoints", "keep_checkpoints"}
     )
 
     epochs: PositiveInt = 3
@@ -49,6 +49,8 @@ class TrainSettings(StageSettings):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto, cpu or cuda."""
     checkpoint_seconds: PositiveFloat = 60.0
-    """Time between checkpoints; there is one at the end of every epoch besides."""
+    """Time between checkpoints."""
+    epoch_checkpoints: bool = True
+    """Whether the end of every epoch is a checkpoint besides; turn off for epochs of seconds."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that are kept while training."""

@@ -4,46 +4,27 @@ import functools
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from storage import artifacts
 from storage.artifacts import Identity
-from storage.layout import HEAD_FILE, PLAN_TABLE
+from storage.layout import PLAN_TABLE
 from storage.shards import ShardRows, write_shard
 from storage.store import Store
 from storage.tables import read_table
 from tasks.child import ProgressCallback
-from tasks.eagle3.head import VerifierHead, load_head
+from tasks.eagle3.head import VerifierHead
 from tasks.eagle3.hidden_states import check_states
 from tasks.engines.transformers import CapturedStates, CaptureEngine
+from tasks.jobs.drafts import open_head
 from tasks.jobs.models import load_model
-
-
-@functools.cache
-def _head(store_url: str, path: str) -> VerifierHead:
-    store = Store(store_url)
-    with artifacts.open_file(store, artifacts.require(store, path), HEAD_FILE) as local:
-        return load_head(local)
-
-
-@functools.cache
-def _engine(directory: str, layer_ids: tuple[int, ...], device: str, dtype: str) -> CaptureEngine:
-    model = load_model(directory, device=device, dtype=dtype)
-    return CaptureEngine(model, list(layer_ids), store_dtype=torch.bfloat16)
 
 
 def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Publish the shard of `request["rows"]`; CanaryError when its states are not the verifier's."""
-    settings, layer_ids = request["settings"], tuple(request["layer_ids"])
-    engine = _engine(request["directory"], layer_ids, settings["device"], settings["dtype"])
-    return capture_rows(request, progress, engine=engine)
-
-
-def capture_rows(
-    request: dict[str, Any], progress: ProgressCallback, *, engine: CaptureEngine
-) -> dict[str, Any]:
-    """Let `engine` capture the rows of `request`, hold them against the verifier, publish the shard."""
     store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings, layer_ids = request["settings"], tuple(request["layer_ids"])
+    where = (request["directory"], settings["device"], settings["dtype"])
     start, stop = request["rows"]
     plan = artifacts.require(store, request["plan"])
     with artifacts.open_file(store, plan, PLAN_TABLE) as path:
@@ -56,8 +37,11 @@ def capture_rows(
         progress({"tokens": done - reported})
         reported = done
 
-    states = engine.capture(tokens, tokens_per_batch=settings["tokens_per_batch"], progress=report)
-    canary = _canary(request, layer_ids, tokens, states)
+    states = _engine(*where, layer_ids).capture(
+        tokens, tokens_per_batch=settings["tokens_per_batch"], progress=report
+    )
+    head = _head(request["store"], request["verifier"])
+    canary = check_shard(_model(*where), head, tokens, states, layer_ids)
     with artifacts.write(store, wanted) as writer:
         write_shard(
             writer,
@@ -74,16 +58,17 @@ def capture_rows(
     return {}
 
 
-def _canary(
-    request: dict[str, Any],
-    layer_ids: tuple[int, ...],
+def check_shard(
+    model: PreTrainedModel,
+    head: VerifierHead,
     tokens: list[list[int]],
     states: list[CapturedStates],
+    layer_ids: tuple[int, ...],
 ) -> dict[str, Any]:
-    """Check samples from the shard's start, middle and end; returns the scores taken together."""
-    settings = request["settings"]
-    model = load_model(request["directory"], device=settings["device"], dtype=settings["dtype"])
-    head = _head(request["store"], request["verifier"])
+    """Hold the canary against samples from a shard's start, middle and end; returns its scores taken together.
+
+    Raises CanaryError when the states are not those of these layers, or not before the final norm.
+    """
     probes = sorted({0, len(tokens) // 2, len(tokens) - 1})
     scores = [
         check_states(model, head, tokens[i], states[i].aux, states[i].last, layer_ids)
@@ -96,3 +81,18 @@ def _canary(
         "positions": positions,
         "aux_error": [round(max(e), 5) for e in zip(*(s.aux_error for s in scores), strict=True)],
     }
+
+
+@functools.cache
+def _head(store_url: str, path: str) -> VerifierHead:
+    store = Store(store_url)
+    return open_head(store, artifacts.require(store, path))
+
+
+def _model(directory: str, device: str, dtype: str) -> PreTrainedModel:
+    return load_model(directory, device=device, dtype=dtype)
+
+
+@functools.cache
+def _engine(directory: str, device: str, dtype: str, layer_ids: tuple[int, ...]) -> CaptureEngine:
+    return CaptureEngine(_model(directory, device, dtype), layer_ids, store_dtype=torch.bfloat16)

@@ -4,7 +4,18 @@ import json
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COLUMNS = ("date", "device", "benchmark", "unit", "ours", "peer", "ratio", "ceiling", "more", "command")
+COLUMNS = (
+    "date",
+    "device",
+    "benchmark",
+    "unit",
+    "ours",
+    "peer",
+    "ratio",
+    "ceiling",
+    "more",
+    "command",
+)
 SHOWN = {*COLUMNS, "versions", "peer_name"}
 
 

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_runs import (
-    PLACES,
     ROOT,
-    SEEN,
     STAGES,
     TinyRun,
     computed,
@@ -42,7 +40,9 @@ def test_the_last_line_of_a_run_has_the_shape_of_the_contract(tiny):
 
 
 def test_every_shard_holds_the_score_of_its_canary(tiny):
-    found = [json.loads((tiny.store / path).read_text()) for path in manifests(tiny.store, "capture")]
+    found = [
+        json.loads((tiny.store / path).read_text()) for path in manifests(tiny.store, "capture")
+    ]
 
     assert [shard["rows"] for shard in found] == [8, 8, 8]
     for shard in found:
@@ -185,9 +185,7 @@ def test_refused_settings_end_with_status_2_and_one_line(tiny, tmp_path):
 
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.splitlines() == [
-        "outrider: train.learning_rate: there is no such setting; did you mean train.warmup_ratio?"
-    ] or done.stderr.startswith("outrider: train.learning_rate: there is no such setting")
+    assert done.stderr.startswith("outrider: train.learning_rate: there is no such setting; did")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -209,8 +207,3 @@ def test_a_failure_ends_with_status_1_and_its_cause_in_the_last_line(tiny, tmp_p
     assert debug.returncode == 1
     assert "Traceback" in debug.stderr
     assert "vocab.draft_size 1000 exceeds" in debug.stderr.splitlines()[-1]
-
-
-def test_the_places_of_all_stages_hold_artifacts(tiny):
-    assert all(manifests(tiny.store, stage) for stage in PLACES)
-    assert SEEN < 24

@@ -1,0 +1,185 @@
+"""kill -9 at any moment, run again: it goes on where it was, and ends as if nothing had happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from storage.layout import DRAFT_FILE, METRICS_TABLE, parse_step
+from tests.tiny_runs import (
+    ROOT,
+    TinyRun,
+    computed,
+    environment,
+    job_of,
+    manifests,
+    run_flow,
+    started_by,
+    wait_for,
+    write_settings,
+)
+
+pytestmark = pytest.mark.slow
+
+Flow = "subprocess.Popen[str]"
+AFTER_SPLIT = ("capture", "train", "evaluate", "export")
+
+
+def start(run: TinyRun, directory: Path) -> "subprocess.Popen[str]":
+    """Start the command line on a temporary Prefect server of its own."""
+    file = write_settings(run.values, directory / "settings.yaml")
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", "run", str(file), "--json"],
+        cwd=ROOT,
+        env=environment(directory / "prefect"),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=(directory / "log").open("w"),
+        start_new_session=True,
+    )
+
+
+def kill_when(run: TinyRun, directory: Path, condition: Callable[[int], object]) -> None:
+    """Start a run, kill its process and no other when `condition(pid)` holds; all others must end too."""
+    flow = start(run, directory)
+
+    def holds() -> object:
+        assert flow.poll() is None, (directory / "log").read_text()
+        return condition(flow.pid)
+
+    wait_for(holds)
+    processes = started_by(flow.pid)
+    commands = [" ".join(process.cmdline()) for process in processes]
+    os.kill(flow.pid, signal.SIGKILL)
+    flow.communicate()
+
+    assert flow.returncode == -signal.SIGKILL
+    assert any("flows.server" in command for command in commands), commands
+    assert any("tasks.child" in command for command in commands), commands
+    psutil.wait_procs(processes, timeout=10)
+    wait_for(lambda: not started_by(flow.pid), seconds=10)
+
+
+def checkpoints(run: TinyRun) -> list[int]:
+    """Steps that have a complete checkpoint."""
+    found = run.store.glob("checkpoints/*/steps/step-*/manifest.json")
+    return sorted(parse_step(path.parent.name) for path in found)
+
+
+def trained(run: TinyRun) -> bytes:
+    (draft,) = run.store.glob(f"checkpoints/*/attempt-*/{DRAFT_FILE}")
+    return draft.read_bytes()
+
+
+def history(run: TinyRun) -> list[dict[str, object]]:
+    (metrics,) = run.store.glob(f"checkpoints/*/attempt-*/{METRICS_TABLE}")
+    rows: list[dict[str, object]] = pq.read_table(metrics).to_pylist()
+    return rows
+
+
+def one_more_run_completes(run: TinyRun, api: str, uninterrupted: TinyRun) -> list[str]:
+    """Run again, compare the end with the uninterrupted run's; returns the stages that were computed."""
+    record = run_flow(run.values, api)
+
+    assert trained(run) == trained(uninterrupted)
+    assert history(run) == history(uninterrupted)
+    assert record["acceptance_length"] == uninterrupted.result["acceptance_length"]
+    assert {name: stage["key"] for name, stage in record["stages"].items()} == {
+        name: stage["key"] for name, stage in uninterrupted.result["stages"].items()
+    }
+    return computed(record)
+
+
+def test_killed_in_capture_it_goes_on_with_the_missing_shards(tiny, tmp_path, prefect_api, caplog):
+    run = tiny.copy(tmp_path, without=AFTER_SPLIT)
+
+    kill_when(run, tmp_path, lambda _: list(run.store.glob("states/*/*/manifest.json")))
+    before = manifests(run.store, "capture")
+    assert 1 <= len(before) <= 3
+    stages = one_more_run_completes(run, prefect_api, tiny)
+
+    assert set(stages) - {"capture"} == {"train", "evaluate", "export"}
+    after = manifests(run.store, "capture")
+    assert {path: after[path] for path in before} == before
+    done = 8 * len(before)
+    assert f"capture: {done} of 24 samples done, {24 - done} to do" in caplog.text
+
+
+def test_killed_in_the_first_epoch_training_goes_on_at_its_last_checkpoint(
+    tiny, tmp_path, prefect_api, caplog
+):
+    run = tiny.copy(tmp_path, without=("train", "evaluate", "export"))
+
+    kill_when(run, tmp_path, lambda _: checkpoints(run))
+    check_resume(run, tiny, prefect_api, caplog.text, lambda: caplog.text)
+
+
+def test_killed_after_a_validation_training_goes_on_in_the_next_epoch(
+    tiny, tmp_path, prefect_api, caplog
+):
+    run = tiny.copy(tmp_path, without=("train", "evaluate", "export"))
+    (first, _) = [row["step"] for row in history(tiny) if row["validation"]]
+
+    kill_when(run, tmp_path, lambda _: [step for step in checkpoints(run) if step > first])
+    check_resume(run, tiny, prefect_api, caplog.text, lambda: caplog.text)
+    assert resumed_from(caplog.text) > first
+
+
+def check_resume(
+    run: TinyRun, tiny: TinyRun, api: str, before: str, log: Callable[[], str]
+) -> None:
+    assert "going on after step" not in before
+    steps = checkpoints(run)
+    assert 0 < steps[-1] < len([row for row in history(tiny) if not row["validation"]])
+
+    assert one_more_run_completes(run, api, tiny) == ["train", "evaluate", "export"]
+    assert resumed_from(log()) == steps[-1]
+
+
+def resumed_from(log: str) -> int:
+    return int(log.split("going on after step ")[1].split(maxsplit=1)[0])
+
+
+def test_killed_in_evaluate_it_keeps_the_reference_texts(tiny, tmp_path, prefect_api):
+    run = tiny.copy(tmp_path, without=("evaluate", "export"))
+
+    kill_when(run, tmp_path, lambda _: list(run.store.glob("reference/*/manifest.json")))
+    (reference,) = run.store.glob("reference/*/manifest.json")
+    before = reference.stat().st_mtime_ns
+
+    assert set(one_more_run_completes(run, prefect_api, tiny)) <= {"evaluate", "export"}
+    assert reference.stat().st_mtime_ns == before
+
+
+def test_killed_in_export_it_exports_again(tiny, tmp_path, prefect_api):
+    run = tiny.copy(tmp_path, without=("export",))
+
+    kill_when(run, tmp_path, lambda pid: job_of(pid, "tasks.jobs.export"))
+    assert not (run.store / "speculator").exists() or not manifests(run.store, "export")
+
+    assert one_more_run_completes(run, prefect_api, tiny) == ["export"]
+
+
+def test_a_capture_worker_that_dies_is_replaced_and_the_run_completes(tiny, tmp_path):
+    run = tiny.copy(tmp_path, without=("capture",))
+    flow = start(run, tmp_path)
+
+    worker = wait_for(lambda: job_of(flow.pid, "tasks.jobs.capture"))
+    worker.kill()
+    stdout, _ = flow.communicate(timeout=300)
+
+    log = (tmp_path / "log").read_text()
+    assert flow.returncode == 0, log
+    result = json.loads(stdout.splitlines()[-1])
+    assert [name for name, stage in result["stages"].items() if stage["state"] == "computed"] == [
+        "capture"
+    ]
+    assert result["stages"]["capture"]["rows"] == 24
+    assert started_by(flow.pid) == []

@@ -1,0 +1,71 @@
+"""Faults planted in a capture, with norm weights from U(0.5, 2): the canary has to stop each of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tasks.eagle3.head import VerifierHead, read_head
+from tasks.eagle3.hidden_states import CanaryError, find_decoder
+from tasks.eagle3.verifier import read_facts
+from tasks.engines.transformers import CapturedStates, CaptureEngine
+from tasks.jobs.capture import check_shard
+from tests.tiny_models import load_model, make_llama
+
+LAYER_IDS = (2, 4, 5)
+TOKENS = [[(7 * i + 13 * j) % 300 + 3 for j in range(20 + i)] for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, VerifierHead]:
+    directory = make_llama(tmp_path_factory.mktemp("verifier"))
+    return load_model(directory), read_head(directory, read_facts(directory))
+
+
+def capture(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[CapturedStates]:
+    return CaptureEngine(model, layer_ids).capture(TOKENS, tokens_per_batch=64)
+
+
+def test_a_right_capture_passes_with_its_score(
+    verifier: tuple[PreTrainedModel, VerifierHead],
+) -> None:
+    model, head = verifier
+    score = check_shard(model, head, TOKENS, capture(model, LAYER_IDS), LAYER_IDS)
+    assert score["argmax_agreement"] >= 0.98
+    assert score["positions"] == len(TOKENS[0]) + len(TOKENS[2]) + len(TOKENS[4])
+    assert len(score["aux_error"]) == 3
+    assert max(score["aux_error"]) < 0.01  # bf16 storage: 8 bits of mantissa
+
+
+@pytest.mark.parametrize("captured", [(3, 4, 5), (2, 3, 5), (2, 4, 6), (3, 5, 6), (1, 3, 4)])
+def test_layer_ids_off_by_one_stop_the_capture(
+    verifier: tuple[PreTrainedModel, VerifierHead], captured: tuple[int, ...]
+) -> None:
+    model, head = verifier
+    states = capture(model, captured)
+    with pytest.raises(CanaryError, match="layer"):
+        check_shard(model, head, TOKENS, states, LAYER_IDS)
+
+
+def test_the_final_norm_applied_twice_stops_the_capture(
+    verifier: tuple[PreTrainedModel, VerifierHead],
+) -> None:
+    model, head = verifier
+    norm = find_decoder(model).norm
+    with torch.inference_mode():
+        states = [
+            CapturedStates(s.aux, norm(s.last.float()).to(s.last.dtype))
+            for s in capture(model, LAYER_IDS)
+        ]
+    with pytest.raises(CanaryError, match="norm"):
+        check_shard(model, head, TOKENS, states, LAYER_IDS)
+
+
+def test_the_head_of_another_verifier_stops_the_capture(
+    verifier: tuple[PreTrainedModel, VerifierHead], tmp_path: Path
+) -> None:
+    model, head = verifier
+    other = VerifierHead(head.embed, head.norm, head.head.roll(1, dims=0), head.eps)
+    with pytest.raises(CanaryError):
+        check_shard(model, other, TOKENS, capture(model, LAYER_IDS), LAYER_IDS)

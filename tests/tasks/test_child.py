@@ -1,0 +1,103 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tasks.child import Child, JobFailedError, JobRefusedError
+from tasks.worker_pool import WorkerPool
+
+MODULE = "tests.jobs.echo"
+PARENT = """
+import sys, time
+from tasks.child import Child
+child = Child("tests.jobs.echo")
+print(child.request({"do": "echo", "value": 1})["pid"], flush=True)
+child.request({"do": "sleep"})
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pid: int, seconds: float = 10) -> bool:
+    until = time.monotonic() + seconds
+    while is_running(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+def test_a_child_serves_many_requests_and_its_output_is_log_text() -> None:
+    seen: list[dict[str, object]] = []
+    with Child(MODULE) as child:
+        first = child.request({"do": "echo", "value": "a"}, seen.append)
+        second = child.request({"do": "echo", "value": [1, 2]}, seen.append)
+    assert (first["value"], second["value"]) == ("a", [1, 2])
+    assert first["pid"] == second["pid"] == child.pid
+    assert seen == [{"half": "a"}, {"half": [1, 2]}]
+
+
+def test_wrong_input_and_a_broken_job_are_told_apart_and_the_child_lives_on() -> None:
+    with Child(MODULE) as child:
+        with pytest.raises(JobRefusedError, match="the value 7 is too large; lower it"):
+            child.request({"do": "refuse"})
+        with pytest.raises(JobFailedError, match="the disk went away"):
+            child.request({"do": "fail"})
+        assert child.request({"do": "echo", "value": 1})["value"] == 1
+
+
+def test_a_killed_child_is_an_error_with_the_signal_and_its_last_words() -> None:
+    with Child(MODULE) as child:
+        with pytest.raises(JobFailedError, match=r"SIGKILL.*last words"):
+            child.request({"do": "die"})
+        assert not child.alive
+        with pytest.raises(JobFailedError):
+            child.request({"do": "echo", "value": 1})
+
+
+def test_closing_a_child_ends_what_it_has_started() -> None:
+    with Child(MODULE) as child:
+        grandchild = child.request({"do": "grandchild"})["pid"]
+        assert is_running(grandchild)
+    assert wait_until_gone(child.pid)
+    assert wait_until_gone(grandchild)
+
+
+def test_a_child_dies_with_its_parent_however_that_ends() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert is_running(pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+    assert wait_until_gone(pid)
+
+
+def test_a_pool_replaces_a_dead_worker_and_leaves_none_behind() -> None:
+    with WorkerPool(MODULE, processes=1, gpus_per_process=1) as pool:
+        with pool.worker() as worker:
+            first = worker.pid
+            with pytest.raises(JobFailedError):
+                worker.request({"do": "die"})
+        with pool.worker() as worker:
+            second = worker.request({"do": "echo", "value": 1})["pid"]
+    assert first != second
+    assert wait_until_gone(second)
+    with pytest.raises(JobRefusedError), pool.worker():
+        pass
+
+
+def test_each_worker_of_a_pool_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    pool = WorkerPool(MODULE, processes=2, gpus_per_process=2)
+    assert pool._environment(0)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert pool._environment(1)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert pool._environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"

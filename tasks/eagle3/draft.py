@@ -81,6 +81,8 @@ def draft_config(
         initializer_range=float(text_config.get("initializer_range") or 0.02),
         rope_parameters=_rope_parameters(text_config, head_dim=widths["head_dim"]),
         attention_bias=False,
+        # vLLM's llama draft reads its number of captured layers here (0.32, llama_eagle3.py)
+        num_aux_hidden_states=len(layer_ids),
         tie_word_embeddings=False,
         bos_token_id=text_config.get("bos_token_id"),
         eos_token_id=text_config.get("eos_token_id"),

@@ -97,8 +97,11 @@ class RunRecord:
         return self.record
 
     def fail(self, error: BaseException) -> None:
-        """Close the record of a run that broke."""
-        self.record |= {"state": "failed", "error": f"{type(error).__name__}: {error}"}
+        """Close the record of a run that broke or was stopped (Ctrl-C, SIGTERM, cancelled in the UI)."""
+        if isinstance(error, Exception):
+            self.record |= {"state": "failed", "error": f"{type(error).__name__}: {error}"}
+        else:
+            self.record |= {"state": "stopped", "error": f"stopped by {type(error).__name__}"}
         self._close()
 
     def _close(self) -> None:

@@ -1,6 +1,8 @@
 """What every test process needs before torch is imported, a Prefect server, and one completed tiny run."""
 
+import io
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -66,6 +68,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     return TinyRun(values, Path(values["store"]), result, done.stderr)
+
+
+@pytest.fixture
+def run_log() -> Iterator[io.StringIO]:
+    """The lines that our packages log, children's included; Prefect takes pytest's own handler away."""
+    from flows.run_log import OUR_LOGGERS
+
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    for name in OUR_LOGGERS:
+        logging.getLogger(name).addHandler(handler)
+    yield stream
+    for name in OUR_LOGGERS:
+        logging.getLogger(name).removeHandler(handler)
 
 
 def _healthy(url: str) -> bool:

@@ -14,8 +14,6 @@ from typing import Any
 import psutil
 import yaml
 
-from tests.tiny_models import make_llama
-
 ROOT = Path(__file__).parent.parent
 CONVERSATIONS, SEEN = 24, 18
 TOPICS = ("the tide", "a lathe", "old maps", "rye bread", "a heron", "slate roofs")
@@ -49,13 +47,17 @@ class TinyRun:
     log: str = ""
 
     def copy(self, directory: Path, *, without: Iterable[str] = ()) -> "TinyRun":
-        """The same with a store of its own; `without` leaves out what these stages made."""
+        """The same with a store of its own; `without` leaves out what these stages made.
+
+        One process captures: on 2 cores starting a second one takes longer than its work.
+        """
         store = directory / "store"
         shutil.copytree(self.store, store)
         for stage in without:
             for place in (PLACES[stage], *(["reference"] if stage == "evaluate" else [])):
                 shutil.rmtree(store / place)
-        return TinyRun(self.values | {"store": str(store)}, store, self.result, self.log)
+        values = self.changed(capture={"gpus": 1}) | {"store": str(store)}
+        return TinyRun(values, store, self.result, self.log)
 
     def changed(self, **groups: Values) -> Values:
         """The settings with some of them changed: changed(train={"lr": 0.1})."""
@@ -81,6 +83,8 @@ def write_chats(path: Path, numbers: Iterable[int]) -> Path:
 
 def tiny_values(directory: Path) -> Values:
     """Make a verifier and conversations in `directory`; returns settings for a run of seconds."""
+    from tests.tiny_models import make_llama  # here, so that tests without models stay quick
+
     return {
         "name": "tiny",
         "store": str(directory / "store"),

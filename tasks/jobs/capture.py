@@ -16,8 +16,8 @@ from tasks.child import ProgressCallback
 from tasks.eagle3.head import VerifierHead
 from tasks.eagle3.hidden_states import check_states
 from tasks.engines.transformers import CapturedStates, CaptureEngine
-from tasks.jobs.drafts import open_head
 from tasks.jobs.models import load_model
+from tasks.jobs.verifiers import open_head
 
 
 def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:

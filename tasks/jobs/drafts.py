@@ -1,6 +1,5 @@
 """Build the draft of a run in a child process, from what the stages before have published."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -10,27 +9,13 @@ from torch import Tensor
 
 from storage import artifacts
 from storage.arrays import read_arrays
-from storage.layout import DRAFT_FILE, FACTS_FILE, HEAD_FILE, VOCAB_FILE
-from storage.manifest import Manifest
+from storage.layout import DRAFT_FILE, VOCAB_FILE
 from storage.store import Store
 from tasks.eagle3.draft import Eagle3DraftModel, build_draft, draft_config, trainable_parameters
 from tasks.eagle3.draft_settings import DraftSettings
-from tasks.eagle3.head import VerifierHead, load_head
-from tasks.eagle3.verifier import VerifierFacts
+from tasks.jobs.verifiers import open_facts, open_head
 
 CPU = torch.device("cpu")
-
-
-def open_facts(store: Store, manifest: Manifest) -> VerifierFacts:
-    """Return the facts of a published verifier."""
-    with artifacts.open_file(store, manifest, FACTS_FILE) as path:
-        return VerifierFacts.model_validate(json.loads(path.read_text())["facts"])
-
-
-def open_head(store: Store, manifest: Manifest) -> VerifierHead:
-    """Return the three tensors of a published verifier."""
-    with artifacts.open_file(store, manifest, HEAD_FILE) as path:
-        return load_head(path)
 
 
 def make_draft(

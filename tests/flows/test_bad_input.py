@@ -124,7 +124,9 @@ def test_too_many_unusable_conversations(refusal, tmp_path):
 
 
 def test_nothing_supervised_within_the_longest_sample(refusal):
-    assert "no token of any conversation is supervised" in refusal(tokenize={"max_tokens": 8})
+    message = refusal(tokenize={"max_tokens": 8})
+
+    assert "24 of 24 conversations are unusable (nothing_supervised: 24)" in message
 
 
 def test_a_draft_vocabulary_larger_than_the_verifiers(refusal):

@@ -160,23 +160,40 @@ def _parser() -> argparse.ArgumentParser:
 def _summary(record: dict[str, Any]) -> str:
     before, after = record["acceptance"]["before"], record["acceptance"]["after"]
     stages = record["stages"]
+    side = record["settings"]["evaluate"]["side"].replace("_", "-")
     reused = [name for name, entry in stages.items() if entry["state"] == "reused"]
     draft_tokens = len(after["per_position"])
     lines = [
         f"acceptance length  {after['acceptance_length']:.2f} with {draft_tokens} draft tokens "
         f"({before['acceptance_length']:.2f} before training)",
-        f"on                 {after['prompts']} held-out prompts, every text equal to the verifier's own",
+        f"on                 {after['prompts']} {side} prompts, {_equality(after)}",
         f"speculator         {record['speculator']}",
         f"reused             {len(reused)} of {len(stages)} stages"
-        + (f": {', '.join(reused)}" if reused else ""),
+        + (f": {', '.join(reused)}" if 0 < len(reused) < len(stages) else ""),
         f"run                {record['run']}, {record['seconds']:.0f} s",
     ]
     return "\n".join(lines)
+
+
+def _equality(after: dict[str, Any]) -> str:
+    rounded = after["differing_within_rounding"]
+    if rounded:
+        return f"{after['prompts'] - rounded} texts equal to the verifier's own, {rounded} within rounding"
+    return "every text equal to the verifier's own"
 
 
 def _one_line(error: BaseException) -> str:
     return " ".join((str(error) or type(error).__name__).split())
 
 
+def console() -> None:
+    """Entry point of the `outrider` command."""
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # not sys.exit: threads of native libraries that still run have aborted the interpreter's shutdown
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

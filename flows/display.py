@@ -52,7 +52,7 @@ class _BarsHandler(logging.Handler):
         done: Done = record.__dict__["progress"]
         if done.stage not in self._ids:
             self._ids[done.stage] = self._bars.add_task(done.stage, total=done.total, speed="")
-        speed = f"{done.per_second:,.1f} {done.unit}/s {done.note}"
+        speed = f"{done.speed} {done.note}"
         bar = self._ids[done.stage]
         self._bars.update(bar, completed=done.done, total=done.total, speed=speed)
         if done.done >= done.total:

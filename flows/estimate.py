@@ -1,7 +1,7 @@
 """What a run will cost, before it: tokens, bytes, files, GPU hours, and what is there already.
 
 The cheap stages are run for it (verifier facts, collect, tokenize), so the tokens are counted, not guessed; a run finds
-what they made.
+what they made. Only answers that the verifier still has to write are taken at their longest.
 """
 
 from typing import Any
@@ -10,9 +10,10 @@ from flows.settings import PipelineSettings
 from storage.store import Store
 from tasks.capture import bytes_per_token, capture_key, captured_samples, wanted_samples
 from tasks.collect import collect
-from tasks.load_verifier import find_model, load_verifier, open_verifier
+from tasks.load_verifier import Verifier, find_model, load_verifier, open_verifier
 from tasks.map_vocab import check_draft_size
-from tasks.stage import call
+from tasks.regenerate import find_regenerated
+from tasks.stage import StageResult, call
 from tasks.tokenize_chats import tokenize_chats
 
 ASSUMED_FLOPS = 400e12
@@ -27,10 +28,10 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
     verifier = open_verifier(store, directory, call(load_verifier, store, directory).parts[0])
     draft_size = check_draft_size(settings.vocab, verifier.facts.vocab_size)
     conversations = call(collect, store, settings.data)
-    samples = call(
-        tokenize_chats, store, conversations, verifier, settings.tokenize, settings.data.max_dropped
-    )
-    wanted = wanted_samples(store, samples)
+    written: StageResult | None = conversations
+    if settings.data.regenerate:
+        written = find_regenerated(store, conversations, verifier, settings.regenerate)
+    wanted = _wanted(store, settings, conversations, written=written, verifier=verifier)
     captured = {
         sample
         for _, ids in captured_samples(store, capture_key(verifier, settings.capture))
@@ -42,6 +43,7 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
     missing_bytes = sum(missing.values()) * per_token
     flops = 2 * verifier.facts.parameters * sum(missing.values())
     return {
+        "at_most": written is None,
         "conversations": conversations.rows,
         "samples": len(wanted),
         "tokens": tokens,
@@ -61,11 +63,36 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
     }
 
 
+def _wanted(
+    store: Store,
+    settings: PipelineSettings,
+    conversations: StageResult,
+    *,
+    written: StageResult | None,
+    verifier: Verifier,
+) -> dict[str, int]:
+    """Tokens of each sample: counted, or where the verifier still has to write the answers, the most there can be."""
+    if written is None:
+        return {
+            f"conversation {i}": settings.tokenize.max_tokens for i in range(conversations.rows)
+        }
+    samples = call(
+        tokenize_chats, store, written, verifier, settings.tokenize, settings.data.max_dropped
+    )
+    return wanted_samples(store, samples)
+
+
 def render(figures: dict[str, Any]) -> str:
     """Return the figures as text, with the arithmetic."""
     layers = len(figures["layers"])
     free = figures["free_bytes"]
-    lines = [
+    lines = []
+    if figures["at_most"]:
+        lines.append(
+            "AT MOST    the verifier has not written the answers yet (data.regenerate): every sample counts as "
+            "tokenize.max_tokens, and the time to write them is not in it"
+        )
+    lines += [
         f"samples    {figures['samples']:,} of {figures['tokens']:,} tokens "
         f"from {figures['conversations']:,} conversations",
         f"states     {_size(figures['state_bytes'])} = {figures['tokens']:,} tokens x ({layers} layers + 1) x "
@@ -73,7 +100,7 @@ def render(figures: dict[str, Any]) -> str:
         f"captured   {figures['captured_samples']:,} samples are there; {figures['missing_samples']:,} to do: "
         f"{figures['missing_tokens']:,} tokens, {_size(figures['missing_bytes'])}, {figures['shards']} shards",
         f"store      {_size(free)} free" if free is not None else "store      no limit known",
-        f"capture    {figures['capture_gpu_hours']:.3f} GPU hours = 2 x {figures['verifier_parameters'] / 1e6:,.0f} M "
+        f"capture    {figures['capture_gpu_hours']:.3f} GPU hours = 2 x {figures['verifier_parameters'] / 1e6:,.1f} M "
         f"parameters x {figures['missing_tokens']:,} tokens / {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s",
     ]
     if free is not None and figures["missing_bytes"] > free:

@@ -2,6 +2,7 @@
 
 import logging
 
+from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
 
 OUR_LOGGERS = ("flows", "tasks", "storage")
@@ -18,4 +19,11 @@ def send_log_to_prefect() -> None:
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
         if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
-            logger.addHandler(APILogHandler())
+            handler = APILogHandler()
+            handler.addFilter(_of_a_run)
+            logger.addHandler(handler)
+
+
+def _of_a_run(_: logging.LogRecord) -> bool:
+    """Tell whether a record is logged in a run: Prefect's handler warns of every other one."""
+    return TaskRunContext.get() is not None or FlowRunContext.get() is not None

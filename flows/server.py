@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,21 +29,41 @@ def api_server() -> Iterator[None]:
     from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: PLC0415 - a second that other commands save
 
     if PREFECT_API_URL.value():
-        yield
+        try:
+            yield
+        finally:
+            _drain()
         return
+    with (
+        tempfile.TemporaryDirectory(prefix="outrider-prefect-") as scratch,
+        _server(scratch) as url,
+    ):
+        try:
+            with temporary_settings(updates={PREFECT_API_URL: url}):
+                yield
+        finally:
+            _drain()
+
+
+@contextmanager
+def _server(scratch: str) -> Iterator[str]:
+    """Run a server with a database of its own and give its URL.
+
+    In a common database a second server would find it locked, and a killed run would stay "Running" for ever.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    database = f"sqlite+aiosqlite:///{scratch}/prefect.db"
     process = start_process(
-        [sys.executable, "-m", "flows.server", str(port)], env={**os.environ, **QUIET}
+        [sys.executable, "-m", "flows.server", str(port)],
+        env={**os.environ, **QUIET, "PREFECT_API_DATABASE_CONNECTION_URL": database},
     )
-    url = f"http://127.0.0.1:{port}/api"
     try:
+        url = f"http://127.0.0.1:{port}/api"
         _wait_until_healthy(url, process)
-        with temporary_settings(updates={PREFECT_API_URL: url}):
-            yield
+        yield url
     finally:
-        _drain()
         process.terminate()
         process.communicate()
 

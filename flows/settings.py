@@ -2,7 +2,8 @@
 
 import difflib
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -111,15 +112,29 @@ def describe_settings() -> str:
             lines += ["| key | type | default | |", "|---|---|---|---|"]
             lines += [_row(f"{name}.{key}", sub) for key, sub in model.model_fields.items()] + [""]
         else:
-            lines += [f"## `{name}`", "", field.description or "", ""]
+            required = " Required." if field.is_required() else ""
+            lines += [f"## `{name}`", "", f"{field.description}{required}", ""]
     return "\n".join(lines)
 
 
 def _row(key: str, field: Any) -> str:
     default = "required" if field.is_required() else f"`{field.default!r}`"
-    kind = str(getattr(field.annotation, "__name__", field.annotation)).replace("typing.", "")
+    kind = _kind(field.annotation)
     about = " ".join((field.description or "").split())
     return f"| `{key}` | {kind.replace('|', 'or')} | {default} | {about} |"
+
+
+def _kind(annotation: Any) -> str:
+    """Name a type as a user writes it: the choices of a Literal, the parts of a union."""
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{choice}`" for choice in get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(_kind(part) for part in get_args(annotation))
+    if annotation is NoneType:
+        return "null"
+    if get_origin(annotation) is tuple:
+        return f"list of {_kind(get_args(annotation)[0])}"
+    return str(getattr(annotation, "__name__", annotation))
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -156,8 +171,8 @@ def _explain(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         known = _known_keys(problem["loc"][:-1])
-        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
         return f"{where}: there is no such setting{hint}"
     if problem["type"] == "missing":
         return f"{where}: this setting is required"

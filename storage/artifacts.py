@@ -12,11 +12,13 @@ module's names.
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 from storage.identity import Identity
 from storage.layout import MANIFEST_NAME
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_THREADS = 16
 
+Item = TypeVar("Item")
+
 
 class ArtifactError(RuntimeError):
     """An artifact that must be there is missing, short or corrupt.
@@ -71,8 +75,7 @@ def find(store: Store, identity: Identity) -> Manifest | None:
 
 def find_all(store: Store, identities: Iterable[Identity]) -> list[Manifest | None]:
     """`find` for many identities at once, in their order."""
-    with ThreadPoolExecutor(LOOKUP_THREADS) as pool:
-        return list(pool.map(lambda identity: find(store, identity), identities))
+    return _side_by_side(lambda identity: find(store, identity), identities)
 
 
 def read_manifest(store: Store, path: str) -> Manifest | None:
@@ -145,8 +148,7 @@ def list_manifests(store: Store, parent: str) -> list[Manifest]:
             return read_manifest(store, path)
         return manifest
 
-    with ThreadPoolExecutor(LOOKUP_THREADS) as pool:
-        return [manifest for manifest in pool.map(read, paths) if manifest is not None]
+    return [manifest for manifest in _side_by_side(read, paths) if manifest is not None]
 
 
 def verify(store: Store, manifest: Manifest, *, deep: bool) -> list[str]:
@@ -220,6 +222,16 @@ def remove(store: Store, path: str) -> None:
     """Delete an artifact, its manifest first: killed half-way, it is none rather than broken."""
     store.delete(f"{path}/{MANIFEST_NAME}")
     store.delete(path)
+
+
+def _side_by_side(
+    look_up: Callable[[Item], Manifest | None], items: Iterable[Item]
+) -> list[Manifest | None]:
+    """Call `look_up` for all items in threads, in the caller's context: what they log is the caller's."""
+    with ThreadPoolExecutor(LOOKUP_THREADS) as pool:
+        # a context of its own for each: one cannot be entered twice at once
+        found = [pool.submit(copy_context().run, look_up, item) for item in items]
+        return [future.result() for future in found]
 
 
 def _manifest_text(store: Store, path: str) -> bytes | None:

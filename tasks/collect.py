@@ -35,11 +35,13 @@ class DataSettings(StageSettings):
     resources: ClassVar[frozenset[str]] = frozenset({"max_dropped"})
 
     sources: tuple[str, ...] = Field(min_length=1)
-    """JSONL, JSON or Parquet files of conversations: paths, directories or fsspec URLs, with wildcards."""
+    """JSONL, JSON or Parquet files of conversations: paths (relative to where the command runs), directories
+    or fsspec URLs, with wildcards."""
     regenerate: bool = False
     """Let the verifier write the answers anew: a draft learns best from what its verifier says."""
     max_dropped: float = Field(default=0.01, ge=0, le=1)
-    """Largest share of conversations that may be dropped as unusable before the run stops."""
+    """Largest share of conversations that may be dropped as unusable before the run stops; a line that is no JSON
+    always stops it."""
 
 
 class DroppedTooManyError(ValueError):

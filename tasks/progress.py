@@ -33,6 +33,12 @@ class Progress:
         """Seconds to go at the mean speed so far, None before there is a speed."""
         return (self.total - self.done) / self.per_second if self.per_second > 0 else None
 
+    @property
+    def speed(self) -> str:
+        """The mean speed as text; slow work with a decimal."""
+        digits = 0 if self.per_second >= 20 else 1
+        return f"{self.per_second:,.{digits}f} {self.unit}/s"
+
     def __str__(self) -> str:
         """One line for a log."""
         share = 100 * self.done / self.total if self.total else 100
@@ -40,7 +46,7 @@ class Progress:
         note = f" ({self.note})" if self.note else ""
         return (
             f"{self.stage}: {self.done:,.0f} of {self.total:,.0f} {self.unit} "
-            f"({share:.0f} %), {self.per_second:,.0f} {self.unit}/s{eta}{note}"
+            f"({share:.0f} %), {self.speed}{eta}{note}"
         )
 
 

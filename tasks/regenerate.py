@@ -8,9 +8,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
+from storage import artifacts
 from storage.artifacts import Identity
 from storage.layout import REGENERATED
-from storage.row_ranges import split
+from storage.manifest import Manifest
+from storage.row_ranges import RowRange, split
 from storage.store import Store
 from tasks.hardware import decoding_dtype
 from tasks.load_verifier import Verifier
@@ -43,22 +45,7 @@ def regenerate(
     store: Store, conversations: StageResult, verifier: Verifier, settings: RegenerateSettings
 ) -> StageResult:
     """Write the last answers of all conversations with the verifier, greedily, chunk by chunk."""
-    dtype = decoding_dtype(settings.dtype, settings.device)
-    settings = settings.model_copy(update={"dtype": dtype})
-    chunks = [
-        (part, rows)
-        for part in conversations.parts
-        for rows in split(part.rows, settings.conversations_per_chunk)
-    ]
-    wanted = [
-        Identity(
-            stage=REGENERATED,
-            version=VERSION,
-            settings={**settings.identity(), "rows": [rows.start, rows.stop]},
-            inputs={"conversations": part.content, "verifier": verifier.identity},
-        )
-        for part, rows in chunks
-    ]
+    settings = _settled(settings)
     requests: list[dict[str, Any]] = [
         {
             "conversations": part.path,
@@ -67,6 +54,45 @@ def regenerate(
             "eos_token_ids": list(verifier.facts.eos_token_ids),
             "settings": settings.model_dump(mode="json"),
         }
-        for part, rows in chunks
+        for part, rows in _chunks(conversations, settings)
     ]
+    wanted = _identities(conversations, verifier, settings)
     return build_parts(store, wanted, MODULE, requests=requests)
+
+
+def find_regenerated(
+    store: Store, conversations: StageResult, verifier: Verifier, settings: RegenerateSettings
+) -> StageResult | None:
+    """Return the regenerated conversations when all of them are written already."""
+    found = artifacts.find_all(store, _identities(conversations, verifier, _settled(settings)))
+    there = tuple(part for part in found if part is not None)
+    return StageResult(there, reused=True) if len(there) == len(found) else None
+
+
+def _settled(settings: RegenerateSettings) -> RegenerateSettings:
+    dtype = decoding_dtype(settings.dtype, settings.device)
+    return settings.model_copy(update={"dtype": dtype})
+
+
+def _chunks(
+    conversations: StageResult, settings: RegenerateSettings
+) -> list[tuple[Manifest, RowRange]]:
+    return [
+        (part, rows)
+        for part in conversations.parts
+        for rows in split(part.rows, settings.conversations_per_chunk)
+    ]
+
+
+def _identities(
+    conversations: StageResult, verifier: Verifier, settings: RegenerateSettings
+) -> list[Identity]:
+    return [
+        Identity(
+            stage=REGENERATED,
+            version=VERSION,
+            settings={**settings.identity(), "rows": [rows.start, rows.stop]},
+            inputs={"conversations": part.content, "verifier": verifier.identity},
+        )
+        for part, rows in _chunks(conversations, settings)
+    ]

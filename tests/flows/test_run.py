@@ -129,6 +129,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_setting_makes_anew_what_depends_on_it(change, tiny, tmp_path, prefect_api):
     groups, expected = CHANGES[change]
@@ -139,6 +140,7 @@ def test_a_changed_setting_makes_anew_what_depends_on_it(change, tiny, tmp_path,
     assert computed(record) == expected
 
 
+@pytest.mark.slow
 def test_new_conversations_are_captured_and_the_old_ones_are_not(tiny, tmp_path, prefect_api):
     copy = tiny.copy(tmp_path)
     shards = manifests(copy.store, "capture")
@@ -156,6 +158,7 @@ def test_new_conversations_are_captured_and_the_old_ones_are_not(tiny, tmp_path,
     assert record["stages"]["capture"]["rows"] == 24 + 4
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_on_one_store_both_succeed(tiny, tmp_path, prefect_api):
     copy = tiny.copy(tmp_path, without=("split", "map_vocab", "train", "evaluate", "export"))
     file = write_settings(copy.values, tmp_path / "settings.yaml")

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -316,3 +317,25 @@ with artifacts.write(Store(sys.argv[1]), identity) as writer:
     assert artifacts.find(store, IDENTITY) is None
     assert artifacts.find(store, IDENTITY) is None
     assert make(store) == artifacts.find(store, IDENTITY)
+
+
+def test_what_is_set_aside_side_by_side_is_logged_in_the_callers_context(tmp_path):
+    store = Store(str(tmp_path))
+    for part in range(3):
+        identity = Identity(stage="states", version=1, settings={"part": part}, inputs={})
+        with artifacts.write(store, identity) as writer:
+            writer.add_bytes("rows", b"1234")
+            manifest = writer.publish(rows=1)
+        (tmp_path / manifest.path / manifest.files["rows"].path).write_bytes(b"12")
+    run = ContextVar("run", default="none")
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append((run.get(), "is set aside" in record.getMessage()))
+    run.set("the caller's")
+    logging.getLogger("storage").addHandler(handler)
+    try:
+        assert artifacts.list_manifests(store, "states") == []
+    finally:
+        logging.getLogger("storage").removeHandler(handler)
+
+    assert seen == [("the caller's", True)] * 3

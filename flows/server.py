@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from tasks.child import die_with_parent, start_process
 
@@ -26,7 +27,7 @@ QUIET = {
 @contextmanager
 def api_server() -> Iterator[None]:
     """Use the Prefect API that is configured, or else a server that ends with the block."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: PLC0415 - a second that other commands save
+    from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: PLC0415 - a second that others save
 
     if PREFECT_API_URL.value():
         try:
@@ -36,17 +37,14 @@ def api_server() -> Iterator[None]:
         return
     with (
         tempfile.TemporaryDirectory(prefix="outrider-prefect-") as scratch,
-        _server(scratch) as url,
+        _server(Path(scratch)) as url,
+        temporary_settings(updates={PREFECT_API_URL: url}),
     ):
-        try:
-            with temporary_settings(updates={PREFECT_API_URL: url}):
-                yield
-        finally:
-            _drain()
+        yield
 
 
 @contextmanager
-def _server(scratch: str) -> Iterator[str]:
+def _server(scratch: Path) -> Iterator[str]:
     """Run a server with a database of its own and give its URL.
 
     In a common database a second server would find it locked, and a killed run would stay "Running" for ever.
@@ -55,17 +53,24 @@ def _server(scratch: str) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     database = f"sqlite+aiosqlite:///{scratch}/prefect.db"
-    process = start_process(
-        [sys.executable, "-m", "flows.server", str(port)],
-        env={**os.environ, **QUIET, "PREFECT_API_DATABASE_CONNECTION_URL": database},
-    )
+    log = scratch / "server.log"
+    with log.open("w") as output:
+        process = start_process(
+            [sys.executable, "-m", "flows.server", str(port)],
+            env={**os.environ, **QUIET, "PREFECT_API_DATABASE_CONNECTION_URL": database},
+            stdout=output,
+        )
     try:
         url = f"http://127.0.0.1:{port}/api"
-        _wait_until_healthy(url, process)
-        yield url
+        _wait_until_healthy(url, process, log)
+        try:
+            yield url
+        finally:
+            if process.poll() is None:  # a dead server would be waited for without end
+                _drain()
     finally:
         process.terminate()
-        process.communicate()
+        process.wait()
 
 
 def _drain() -> None:
@@ -77,21 +82,20 @@ def _drain() -> None:
         worker.drain_all(timeout=5)
 
 
-def _wait_until_healthy(url: str, process: "subprocess.Popen[str]") -> None:
+def _wait_until_healthy(url: str, process: "subprocess.Popen[str]", log: Path) -> None:
     import httpx  # noqa: PLC0415 - as above
 
     until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
+    while time.monotonic() < until and process.poll() is None:
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         except httpx.HTTPError:
             time.sleep(0.1)
-        if process.poll() is not None:
-            break
-    output = process.communicate()[0] if process.poll() is not None else "no answer"
+    ended = "ended" if process.poll() is not None else f"did not answer in {START_SECONDS:.0f} s"
+    said = log.read_text(errors="replace").strip()[-500:]
     raise RuntimeError(
-        f"the temporary Prefect server did not start within {START_SECONDS:.0f} s: {output.strip()[-500:]}; "
+        f"the temporary Prefect server {ended}: {said or 'it said nothing'}; "
         "run `prefect server start` and set PREFECT_API_URL to use one of your own"
     )
 

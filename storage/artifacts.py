@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_THREADS = 16
 
+_checked_files: set[tuple[str, str, str, str]] = set()
+
 Item = TypeVar("Item")
 
 
@@ -173,10 +175,11 @@ def verify(store: Store, manifest: Manifest, *, deep: bool) -> list[str]:
 
 @contextmanager
 def open_file(store: Store, manifest: Manifest, name: str) -> Iterator[Path]:
-    """A local path with one file of an artifact, for the length of the block.
+    """A local path with one file of an artifact, for the length of the block; its digest is checked first.
 
     Raises:
-        ArtifactError: the artifact has no such file, or it has gone.
+        ArtifactError: the artifact has no such file, it has gone, or its bytes are not those that were published. In
+            the last case the artifact is set aside, so that the next run makes it again.
     """
     entry = manifest.files.get(name)
     if entry is None:
@@ -188,6 +191,7 @@ def open_file(store: Store, manifest: Manifest, name: str) -> Iterator[Path]:
             raise ArtifactError(
                 f"{name} of {store.url}/{manifest.path} has gone; run its stage again to rebuild it"
             ) from error
+        _check_digest(store, manifest, name, path=path)
         yield path
 
 
@@ -232,6 +236,24 @@ def _side_by_side(
         # a context of its own for each: one cannot be entered twice at once
         found = [pool.submit(copy_context().run, look_up, item) for item in items]
         return [future.result() for future in found]
+
+
+def _check_digest(store: Store, manifest: Manifest, name: str, *, path: Path) -> None:
+    """Compare a file with its manifest, once in a process: what is used twice is read for it once."""
+    entry = manifest.files[name]
+    checked = (store.url, manifest.path, entry.path, entry.xxh3)
+    if checked in _checked_files:
+        return
+    digest = digest_file(path)
+    if digest != entry.xxh3:
+        problem = f"{name} has the digest {digest}, its manifest says {entry.xxh3}"
+        text = _manifest_text(store, manifest.path)
+        if text is not None:
+            _set_aside(store, manifest.path, text=text, problems=[problem])
+        raise ArtifactError(
+            f"{store.url}/{manifest.path} is corrupt and was set aside: {problem}; run again to rebuild it"
+        )
+    _checked_files.add(checked)
 
 
 def _manifest_text(store: Store, path: str) -> bytes | None:

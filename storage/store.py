@@ -319,7 +319,7 @@ def _way_out(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "create the bucket or directory, or correct the store's URL"
     if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return "free some space (outrider prune) or choose another store"
+        return "free some space or choose another store"
     if "Credentials" in type(error).__name__:
         return (
             "set the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...)"

@@ -197,12 +197,11 @@ def start_process(
     def start() -> "subprocess.Popen[str]":
         return subprocess.Popen(
             command,
-            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             text=True,
             env={**env, PARENT_PID: str(os.getpid())},
-            **options,
+            **{"stdout": subprocess.PIPE, **options},
         )
 
     return _starter.submit(start).result()

@@ -19,6 +19,8 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many as tiny models can use
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# where there is a GPU, speculators compiles its forward, which as a reference on the CPU takes minutes a case
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from tests.tiny_runs import (
     ROOT,

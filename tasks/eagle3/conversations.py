@@ -173,6 +173,10 @@ def _text(content: Any, place: int) -> str:
         if not is_text or not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
             raise ConversationRejected("non_text_content", f"turn {place} holds {kind}, not text")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which no file can hold
+            raise ConversationRejected("bad_unicode", f"turn {place}: {error.reason}") from error
         texts.append(text)
     return "".join(texts)
 

@@ -17,6 +17,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_LENGTH_BYTES = 8
 SAMPLED_TENSORS_PER_FILE = 256
+WHOLE_FILE_BYTES = 1 << 30
 SAMPLE_BYTES = 4096
 
 
@@ -75,11 +76,14 @@ def read_weight_files(directory: Path) -> tuple[WeightFile, ...]:
 
 
 def content_sample_digest(directory: Path, weights: WeightFile) -> str:
-    """Digest a sample of a file's content: two fine-tunes of one model share sizes and headers.
+    """Digest a file's content, or of a large file a sample: fine-tunes of one model share sizes and headers.
 
-    It takes SAMPLE_BYTES from the middle of SAMPLED_TENSORS_PER_FILE tensors at most, evenly spread
-    over the file.
+    Up to WHOLE_FILE_BYTES every byte counts. Of a larger file it takes SAMPLE_BYTES from the middle of
+    SAMPLED_TENSORS_PER_FILE tensors at most, evenly spread over the file.
     """
+    if (directory / weights.name).stat().st_size <= WHOLE_FILE_BYTES:
+        with (directory / weights.name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     entries = sorted(weights.tensors.values(), key=lambda entry: entry.start)
     count = min(len(entries), SAMPLED_TENSORS_PER_FILE)
     digest = hashlib.sha256()

@@ -25,7 +25,7 @@ ORDER = (
 def list_records(store_url: str) -> list[Record]:
     """Return the records of all runs of a store, oldest first."""
     store = Store(store_url)
-    if not store.exists(""):
+    if not store.is_there():
         raise ValueError(f"there is no store at {store.url}; name one by --store or OUTRIDER_STORE")
     records = []
     for name in store.files(RUN_RECORDS):

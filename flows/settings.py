@@ -171,8 +171,11 @@ def _explain(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         known = _known_keys(problem["loc"][:-1])
-        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+        name = str(problem["loc"][-1])
+        (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0)
+        hint = f"; did you mean {nearest}?"
+        if not difflib.get_close_matches(name, [nearest], cutoff=0.5):
+            hint += f" There are: {', '.join(known)}"
         return f"{where}: there is no such setting{hint}"
     if problem["type"] == "missing":
         return f"{where}: this setting is required"

@@ -208,6 +208,11 @@ class Store:
             )
             yield file
 
+    def is_there(self) -> bool:
+        """Whether the store exists: a directory, even an empty one; of an object store anything in it."""
+        local = self.local_path("")
+        return self.exists("") if local is None else local.is_dir()
+
     def exists(self, path: str) -> bool:
         """Whether there is a file at `path`, or anything below it."""
         return self.size(path) is not None or bool(self._entries(path))

@@ -9,7 +9,7 @@ from storage.store import Store
 def verify_store(url: str, *, deep: bool) -> tuple[int, list[str]]:
     """Return the number of artifacts and one sentence for each thing that is wrong. Changes nothing."""
     store = Store(url)
-    if not store.exists(""):
+    if not store.is_there():
         raise ValueError(f"there is no store at {store.url}; correct the settings' store")
     suffix = f"/{MANIFEST_NAME}"
     paths = sorted(name.removesuffix(suffix) for name in store.sizes("") if name.endswith(suffix))

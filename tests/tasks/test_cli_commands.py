@@ -96,6 +96,11 @@ def test_status_of_an_unknown_run_names_the_known_ones(tiny, capsys):
     assert tiny.result["run"] in error
 
 
+def test_a_store_that_does_not_exist_is_an_error_and_not_an_empty_one(tmp_path, capsys):
+    assert main(["status", "--store", str(tmp_path / "typo")]) == 1
+    assert "there is no store at" in capsys.readouterr().err
+
+
 def test_status_of_an_empty_store_says_so(tmp_path, capsys):
     assert main(["status", "--store", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "no runs yet\n"

@@ -339,3 +339,20 @@ def test_what_is_set_aside_side_by_side_is_logged_in_the_callers_context(tmp_pat
         logging.getLogger("storage").removeHandler(handler)
 
     assert seen == [("the caller's", True)] * 3
+
+
+def test_a_file_with_a_flipped_bit_is_refused_when_it_is_read_and_set_aside(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    manifest = make(store)
+    (name, entry), *_ = manifest.files.items()
+    file = tmp_path / manifest.path / entry.path
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert artifacts.find(store, IDENTITY) is not None  # the size is right
+    with (
+        pytest.raises(ArtifactError, match="corrupt and was set aside"),
+        artifacts.open_file(store, manifest, name),
+    ):
+        pass
+    assert artifacts.find(store, IDENTITY) is None

@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasks.child import die_with_parent, start_process
+from tasks.child import die_with_parent, kill_children, start_process
 
 START_SECONDS = 120.0
 QUIET = {
@@ -52,6 +53,7 @@ def _server(scratch: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    stopping = threading.Event()
     database = f"sqlite+aiosqlite:///{scratch}/prefect.db"
     log = scratch / "server.log"
     with log.open("w") as output:
@@ -63,14 +65,28 @@ def _server(scratch: Path) -> Iterator[str]:
     try:
         url = f"http://127.0.0.1:{port}/api"
         _wait_until_healthy(url, process, log)
+        threading.Thread(target=_end_with, args=(process, stopping), daemon=True).start()
         try:
             yield url
         finally:
             if process.poll() is None:  # a dead server would be waited for without end
                 _drain()
     finally:
+        stopping.set()
         process.terminate()
         process.wait()
+
+
+def _end_with(process: "subprocess.Popen[str]", stopping: threading.Event) -> None:
+    """End this process when its server does: Prefect would try to reach it for minutes."""
+    process.wait()
+    if not stopping.is_set():
+        message = (
+            "outrider: the temporary Prefect server ended; run the same command again to go on"
+        )
+        print(message, file=sys.stderr, flush=True)  # noqa: T201 - all that is left to do
+        kill_children()
+        os._exit(1)
 
 
 def _drain() -> None:

@@ -1,6 +1,8 @@
 """The record of one run in the store, and the tables that Prefect's UI shows of it."""
 
 import logging
+import os
+import socket
 import time
 import uuid
 from datetime import UTC, datetime
@@ -29,8 +31,10 @@ class RunRecord:
             "run": self.run_id,
             "name": settings.name,
             "state": "running",
+            "process": {"host": socket.gethostname(), "pid": os.getpid()},
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": settings.model_dump(mode="json"),
+            "at": "the start",
             "stages": {},
             "speculator": None,
             "acceptance_length": None,
@@ -51,7 +55,10 @@ class RunRecord:
         return self._begun[name]
 
     def done(self, name: str, result: StageResult, seconds: float) -> StageResult:
-        """Write a stage's result down and show it."""
+        """Write a stage's result down and show it; what this run itself computed before stays so."""
+        before = self.record["stages"].get(name)
+        if before is not None and result.reused and before["key"] == result.key:
+            return result
         state = "reused" if result.reused else "computed"
         entry = {
             "state": state,

@@ -1,5 +1,7 @@
 """Read what earlier runs have written down: outrider status."""
 
+import os
+import socket
 from typing import Any
 
 from storage.layout import RUN_RECORDS
@@ -31,7 +33,7 @@ def list_records(store_url: str) -> list[Record]:
     for name in store.files(RUN_RECORDS):
         try:
             records.append(_in_order(store.read_json(f"{RUN_RECORDS}/{name}")))
-        except (ValueError, KeyError, TypeError, FileNotFoundError):
+        except (ValueError, KeyError, TypeError, RecursionError, FileNotFoundError):
             continue  # not a record, or gone meanwhile
     return sorted(records, key=lambda record: str(record.get("run")))
 
@@ -80,10 +82,11 @@ def render_record(record: Record) -> str:
         lines.append(
             f"{name:<16} {entry['state']:<9} {entry['rows']:>9,} {entry['seconds']:>8.1f}  {entry['key']}"
         )
+    if record["state"] == "killed":
+        lines.append(f"killed in {record['at']}: run it again to go on there")
     if record["state"] == "running":
-        lines.append(
-            f"at: {record.get('at', 'the start')} (or killed there: run it again to go on)"
-        )
+        process = record["process"]
+        lines.append(f"at: {record['at']}, process {process['pid']} on {process['host']}")
     if record.get("speculator"):
         lines.append(f"acceptance length {record['acceptance_length']:.2f}, {record['speculator']}")
     return "\n".join(lines)
@@ -91,4 +94,20 @@ def render_record(record: Record) -> str:
 
 def _in_order(record: Record) -> Record:
     stages = sorted(record["stages"].items(), key=lambda item: ORDER.index(item[0]))
-    return {**record, "stages": dict(stages)}
+    record = {**record, "stages": dict(stages)}
+    if record["state"] == "running" and _has_gone(record["process"]):
+        record["state"] = "killed"
+    return record
+
+
+def _has_gone(process: Record) -> bool:
+    """Whether the run's process is no more, as far as can be told from here: only on its own machine."""
+    if process["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(process["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

@@ -3,11 +3,19 @@
 import difflib
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from storage.store import Store
 from tasks.capture import CaptureSettings
 from tasks.collect import DataSettings
 from tasks.eagle3.draft_settings import DraftSettings
@@ -65,7 +73,16 @@ class PipelineSettings(BaseModel):
                 "a store in memory ends with its process, and stages run in processes of their own; "
                 "name a directory or a bucket"
             )
+        Store(url)  # refuses what is no URL of a known kind
         return url
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_groups(cls, values: Any) -> Any:
+        """A group that a file names without anything in it has its defaults."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> PipelineSettings:
@@ -130,6 +147,8 @@ def _kind(annotation: Any) -> str:
         return " or ".join(f"`{choice}`" for choice in get_args(annotation))
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(_kind(part) for part in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
     if annotation is NoneType:
         return "null"
     if get_origin(annotation) is tuple:

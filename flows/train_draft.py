@@ -15,6 +15,7 @@ from flows.run_log import send_log_to_prefect
 from flows.run_record import RunRecord
 from flows.settings import PipelineSettings
 from storage import artifacts
+from storage.artifacts import ArtifactError
 from storage.store import Store
 from tasks.capture import capture, plan_capture
 from tasks.child import kill_children
@@ -29,6 +30,9 @@ from tasks.tokenize_chats import tokenize_chats
 from tasks.train import check_budget, train
 
 logger = logging.getLogger(__name__)
+
+REBUILDS = 3
+"""Artifacts that may turn out to be lost or corrupt in one run before it gives up."""
 
 fetch_model = task(
     name="find_model", task_run_name="find_model", cache_policy=NO_CACHE, persist_result=False
@@ -51,12 +55,23 @@ def train_draft(settings: PipelineSettings, run_id: str | None = None) -> dict[s
     store.check_writable()
     run = RunRecord(store, settings, run_id)
     try:
-        return _stages(run, store, settings)
+        return _rebuilding(run, store, settings)
     except BaseException as error:
         if not isinstance(error, Exception):  # stopped: no signal reaches the stages' threads
             kill_children()
+            logger.warning("stopped in %s; run the same again to go on there", run.record["at"])
         run.fail(error)
         raise
+
+
+def _rebuilding(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[str, Any]:
+    """Run the stages; one that finds its input lost or corrupt has it set aside, and all go on from there."""
+    for _ in range(REBUILDS):
+        try:
+            return _stages(run, store, settings)
+        except ArtifactError as error:
+            logger.warning("%s (it is made again now)", error)
+    return _stages(run, store, settings)
 
 
 def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[str, Any]:
@@ -74,7 +89,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
     )
     sides = run.stage(split, store, conversations, settings.split)
     vocab = run.stage(map_vocab, store, samples, sides, verifier, settings.vocab)
-    check_prompts(sides, settings.evaluate)
+    check_prompts(sides, verifier, settings.evaluate)
     check_budget(samples, settings.train)
 
     run.begin("capture")

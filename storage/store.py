@@ -38,6 +38,9 @@ FIRST_PAUSE_SECONDS = 0.5
 It doubles each time, with jitter so that many workers do not return at once.
 """
 
+NOTHING_LEFT_BYTES = 1_000_000
+"""Free bytes below which a disk counts as full: some libraries fail there without saying why."""
+
 _TRANSIENT_NAMES = frozenset(
     {
         "HTTPClientError",  # botocore: connection closed, response cut short
@@ -62,6 +65,7 @@ _PERMANENT_TYPES = (
 _PERMANENT_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG}
 )
+_FULL_WAY_OUT = "free some space or choose another store, then run again to go on"
 
 
 class StoreError(RuntimeError):
@@ -174,10 +178,21 @@ class Store:
 
     @contextmanager
     def scratch(self, path: str) -> Iterator[Path]:
-        """A new local directory, removed after the block, cheap to publish to `path` from."""
+        """A new local directory, removed after the block, cheap to publish to `path` from.
+
+        Libraries write into it in their own ways: a disk that gets full becomes a StoreError here.
+        """
         made = self._call("prepare", path, lambda: self._files().scratch(_checked(path)))
         with removed_afterwards(made) as directory:
-            yield directory
+            try:
+                yield directory
+            except Exception as error:
+                nothing_left = shutil.disk_usage(directory).free < NOTHING_LEFT_BYTES
+                if isinstance(error, StoreError) or not (_is_full(error) or nothing_left):
+                    raise
+                raise StoreError(
+                    f"could not write {self.url}/{path}: {_cause(error)}; {_FULL_WAY_OUT}"
+                ) from error
 
     def publish(self, source: Path, path: str) -> None:
         """Make a local file the content of `path` in one step.
@@ -308,6 +323,13 @@ def _is_transient(error: Exception) -> bool:
     return any(base.__name__ in _TRANSIENT_NAMES for base in type(error).__mro__)
 
 
+def _is_full(error: Exception) -> bool:
+    """Whether the disk or a quota is used up; some libraries say so in words only."""
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return True
+    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
+
+
 def _cause(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -316,15 +338,20 @@ def _cause(error: Exception) -> str:
 def _way_out(error: Exception) -> str:
     """What a person can do about it."""
     if isinstance(error, NotADirectoryError | FileExistsError | IsADirectoryError):
-        return "a file stands where a directory is needed: remove it or choose another store"
-    if isinstance(error, PermissionError):
+        a, b = (
+            ("directory", "file") if isinstance(error, IsADirectoryError) else ("file", "directory")
+        )
+        return f"a {a} stands where a {b} is needed: remove it or choose another store"
+    if isinstance(error, PermissionError) or (
+        isinstance(error, OSError) and error.errno == errno.EROFS
+    ):
         return (
             "give this user or these credentials the right to write there, or choose another store"
         )
     if isinstance(error, FileNotFoundError):
         return "create the bucket or directory, or correct the store's URL"
-    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return "free some space or choose another store"
+    if _is_full(error):
+        return _FULL_WAY_OUT
     if "Credentials" in type(error).__name__:
         return (
             "set the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...)"

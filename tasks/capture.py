@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Self
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from storage import artifacts
 from storage.artifacts import Identity
@@ -30,7 +30,7 @@ from storage.store import Store
 from storage.tables import PLAN_SCHEMA, read_table, write_table
 from tasks.child import JobFailedError
 from tasks.eagle3.shard_plan import ShardPlan, plan_shards
-from tasks.eagle3.verifier import check_layer_ids, default_layer_ids
+from tasks.eagle3.verifier import check_layer_ids, check_layer_order, default_layer_ids
 from tasks.hardware import capture_dtype
 from tasks.load_verifier import Verifier
 from tasks.progress import ProgressMeter
@@ -85,6 +85,13 @@ class CaptureSettings(StageSettings):
     """auto, cpu or cuda."""
     tokens_per_batch: PositiveInt = 4096
     """Tokens that go through the verifier at once."""
+
+    @field_validator("layers")
+    @classmethod
+    def _ordered(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if layers is not None:
+            check_layer_order(layers)
+        return layers
 
     @model_validator(mode="after")
     def _whole_processes(self) -> Self:
@@ -268,21 +275,18 @@ def capture_shard(
     found = artifacts.find(store, identity)
     if found is not None:
         return found
-    with pool.worker() as worker:
-        worker.request(
-            {
-                "store": store.url,
-                "identity": asdict(identity),
-                "plan": plan.manifest.path,
-                "rows": [rows.start, rows.stop],
-                "layer_ids": list(plan.layer_ids),
-                "directory": verifier.directory,
-                "verifier": verifier.manifest.path,
-                "settings": settings.model_dump(mode="json")
-                | {"dtype": plan.manifest.facts["dtype"]},
-            },
-            lambda message: meter.advance(message["tokens"]),
-        )
+    request = {
+        "store": store.url,
+        "identity": asdict(identity),
+        "plan": plan.manifest.path,
+        "rows": [rows.start, rows.stop],
+        "layer_ids": list(plan.layer_ids),
+        "directory": verifier.directory,
+        "verifier": verifier.manifest.path,
+        "settings": settings.model_dump(mode="json") | {"dtype": plan.manifest.facts["dtype"]},
+    }
+    with pool.worker() as worker, meter.share() as share:
+        worker.request(request, lambda message: share.advance(message["tokens"]))
     found = artifacts.find(store, identity)
     if found is None:
         raise JobFailedError(f"the worker ended {rows} well but left no complete shard")

@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
+from storage.artifacts import ArtifactError
+
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -57,6 +59,14 @@ class JobRefusedError(ValueError):
 
 class JobFailedError(RuntimeError):
     """The job or its process broke: trying again may help."""
+
+
+FAILURES: dict[str, type[Exception]] = {
+    "refused": JobRefusedError,
+    "lost": ArtifactError,
+    "failed": JobFailedError,
+}
+"""What becomes of a job's error on the parent's side."""
 
 
 class Child:
@@ -105,7 +115,8 @@ class Child:
     ) -> dict[str, Any]:
         """Send one request and wait for its reply; `progress` gets every message on the way.
 
-        Raises JobRefusedError when the job calls its input wrong, JobFailedError when it or its process broke.
+        Raises JobRefusedError when the job calls its input wrong, ArtifactError when what it needs of the store has
+        gone or is corrupt, JobFailedError when it or its process broke.
         """
         try:
             self._requests.write(json.dumps(request) + "\n")
@@ -119,8 +130,7 @@ class Child:
                     progress(message["progress"])
             elif "error" in message:
                 logger.debug("%s", message["traceback"])
-                failure = JobRefusedError if message["refused"] else JobFailedError
-                raise failure(message["error"])
+                raise FAILURES[message["kind"]](message["error"])
             else:
                 reply: dict[str, Any] = message["reply"]
                 return reply
@@ -216,6 +226,12 @@ def die_with_parent() -> None:
         sys.exit(1)
 
 
+def _kind_of(error: Exception) -> str:
+    if isinstance(error, ArtifactError):
+        return "lost"
+    return "refused" if isinstance(error, ValueError) else "failed"
+
+
 def serve(module: str) -> None:
     """The child's side: answer requests from stdin until it closes."""
     die_with_parent()
@@ -234,7 +250,7 @@ def serve(module: str) -> None:
                 send(
                     {
                         "error": str(error) or type(error).__name__,
-                        "refused": isinstance(error, ValueError),
+                        "kind": _kind_of(error),
                         "traceback": traceback.format_exc(),
                     }
                 )

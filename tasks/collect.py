@@ -4,7 +4,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -34,7 +34,7 @@ class DataSettings(StageSettings):
 
     resources: ClassVar[frozenset[str]] = frozenset({"max_dropped"})
 
-    sources: tuple[str, ...] = Field(min_length=1)
+    sources: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1)
     """JSONL, JSON or Parquet files of conversations: paths (relative to where the command runs), directories
     or fsspec URLs, with wildcards."""
     regenerate: bool = False

@@ -1,5 +1,6 @@
 """Stage evaluate: held-out prompts, verifier and draft -> acceptance length by real greedy speculative decoding."""
 
+import logging
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
@@ -13,6 +14,8 @@ from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
 from tasks.stage_settings import StageSettings
 from tasks.train import draft_parts
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 MODULE = "tasks.jobs.evaluate"
@@ -29,7 +32,7 @@ class EvaluateSettings(StageSettings):
     """Where they come from; train is for a proof that a draft can learn one sample by heart."""
     max_new_tokens: PositiveInt = 128
     """Longest answer, in tokens."""
-    draft_tokens: PositiveInt = 3
+    draft_tokens: PositiveInt = Field(default=3, le=16)
     """Tokens the draft proposes in each round."""
     dtype: str = Field(default="auto", pattern=r"^(auto|float32|bfloat16)$")
     """What the verifier computes in; auto: float32 on a CPU, else as its weights are stored."""
@@ -43,13 +46,28 @@ class OutputDiffersError(ValueError):
     """Speculative decoding did not give the verifier's own text."""
 
 
-def check_prompts(split: StageResult, settings: EvaluateSettings) -> None:
-    """Raise ValueError when no conversation is there to be decoded: known before anything is captured."""
-    held_out = split.facts.get("test", 0) + split.facts.get("val", 0)
-    if settings.side == "held_out" and not held_out:
+def check_prompts(split: StageResult, verifier: Verifier, settings: EvaluateSettings) -> None:
+    """Raise ValueError when nothing is there to be decoded: known before anything is captured."""
+    positions = verifier.facts.max_position_embeddings
+    if settings.max_new_tokens >= positions:
+        raise ValueError(
+            f"evaluate.max_new_tokens {settings.max_new_tokens} leaves no room for a prompt within the verifier's "
+            f"{positions} positions; lower it"
+        )
+    if settings.side == "train":
+        return
+    held_out = split.facts.get("test", 0) or split.facts.get("val", 0)
+    if not held_out:
         raise ValueError(
             "evaluate: no conversation is held out from training; raise split.val_ratio, add data or name a "
             "source in split.holdout_sources"
+        )
+    if held_out < settings.prompts:
+        logger.warning(
+            "evaluate: %d conversations are held out, fewer than the %d prompts asked for: the acceptance length "
+            "will be less sure",
+            held_out,
+            settings.prompts,
         )
 
 
@@ -89,9 +107,10 @@ def evaluate(
         "split": split.parts[0].path,
         "directory": verifier.directory,
         "eos_token_ids": list(verifier.facts.eos_token_ids),
+        "max_positions": verifier.facts.max_position_embeddings,
         "settings": settings.model_dump(mode="json"),
     }
-    wanted, requests = [reference], [{**common, "draft": None}]
+    wanted, requests = [reference], [{**common, "name": "reference", "draft": None}]
     for name, weights in drafts.items():
         wanted.append(
             Identity(

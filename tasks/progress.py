@@ -7,6 +7,8 @@ record about once a second with the `Progress` in its `progress` attribute, and 
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,16 @@ class ProgressMeter:
         with self._lock:
             self._set(self._done + units, note)
 
+    @contextmanager
+    def share(self) -> Iterator["Share"]:
+        """A part of the work that may fail and be done again: what a failed try has counted is taken back."""
+        share = Share(self)
+        try:
+            yield share
+        except BaseException:
+            share.advance(-share.done)
+            raise
+
     def set(self, done: float, note: str = "") -> None:
         """State that `done` units are finished in all."""
         with self._lock:
@@ -88,3 +100,16 @@ class ProgressMeter:
         if finished or now - self._last_log >= LOG_SECONDS:
             self._last_log = now
             logger.info("%s", progress, extra={"progress": progress})
+
+
+class Share:
+    """The units that one try of a part of the work has added to a meter."""
+
+    def __init__(self, meter: ProgressMeter) -> None:
+        self._meter = meter
+        self.done = 0.0
+
+    def advance(self, units: float) -> None:
+        """Add `units` of finished work."""
+        self.done += units
+        self._meter.advance(units)

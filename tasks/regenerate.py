@@ -29,7 +29,7 @@ class RegenerateSettings(StageSettings):
     resources: ClassVar[frozenset[str]] = frozenset({"batch_size", "device"})
 
     max_new_tokens: PositiveInt = 512
-    """Longest answer, in tokens."""
+    """Longest answer, in tokens; a conversation that leaves less room within the verifier's positions gets that."""
     conversations_per_chunk: PositiveInt = 64
     """Conversations that are written and saved together."""
     batch_size: PositiveInt = 32
@@ -52,6 +52,7 @@ def regenerate(
             "rows": [rows.start, rows.stop],
             "directory": verifier.directory,
             "eos_token_ids": list(verifier.facts.eos_token_ids),
+            "max_positions": verifier.facts.max_position_embeddings,
             "settings": settings.model_dump(mode="json"),
         }
         for part, rows in _chunks(conversations, settings)

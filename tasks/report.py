@@ -36,7 +36,12 @@ def write_report(store_url: str, record: dict[str, Any], target: Path) -> None:
         acceptance=_acceptance_plot(record),
         texts=_colored_texts(store, parts.get("evaluate", [])),
     )
-    target.write_text(page, encoding="utf-8")
+    try:
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"the page cannot be written to {target} ({error.strerror}); name another file by --output"
+        ) from error
 
 
 def _peek(store: Store, path: str) -> Manifest | None:

@@ -15,10 +15,10 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from storage import artifacts
-from storage.artifacts import Identity
+from storage.artifacts import ArtifactError, Identity
 from storage.manifest import Manifest, canonical_digest
 from storage.store import Store
-from tasks.child import Child, JobRefusedError, ProgressCallback
+from tasks.child import Child, ProgressCallback
 from tasks.progress import ProgressMeter
 
 logger = logging.getLogger(__name__)
@@ -69,10 +69,10 @@ class StageResult:
 
 
 def worth_a_retry(_task: Any, _run: Any, state: State[Any]) -> bool:
-    """Tell whether a failed task run is worth another try: wrong input stays wrong."""
+    """Tell whether a failed task run is worth another try: wrong input stays wrong, lost input is lost."""
     try:
         state.result()
-    except (ValueError, JobRefusedError):
+    except (ValueError, ArtifactError):
         return False
     except Exception:
         return True

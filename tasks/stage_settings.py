@@ -12,7 +12,9 @@ class StageSettings(BaseModel):
     the identity of what the stage makes.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     resources: ClassVar[frozenset[str]] = frozenset()
 

@@ -14,9 +14,9 @@ class TrainSettings(StageSettings):
         {"device", "checkpoint_seconds", "epoch_checkpoints", "keep_checkpoints"}
     )
 
-    epochs: PositiveInt = 3
+    epochs: PositiveInt = Field(default=3, le=10_000)
     """Passes over the train side."""
-    lr: PositiveFloat = 3.0e-5
+    lr: PositiveFloat = Field(default=3.0e-5, le=1)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up, to zero at the last step."""
@@ -28,7 +28,7 @@ class TrainSettings(StageSettings):
     """AdamW's second decay rate."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
-    ttt_steps: PositiveInt = 3
+    ttt_steps: PositiveInt = Field(default=3, le=16)
     """Training-time test: how many tokens ahead the draft runs on its own states."""
     ttt_step_decay: float = Field(default=1.0, gt=0, le=1)
     """Weight of each further TTT step's loss, relative to the one before."""

@@ -34,6 +34,7 @@ __all__ = [
     "VerifierError",
     "VerifierFacts",
     "check_layer_ids",
+    "check_layer_order",
     "default_layer_ids",
     "identity",
     "read_facts",
@@ -181,6 +182,17 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
     Id i is the input of decoder layer i: transformers' hidden_states[i], vLLM's id i.
     """
     ids = list(layer_ids)
+    check_layer_order(ids)
+    if ids[-1] >= num_layers:
+        raise ValueError(
+            f"capture.layers {ids} must lie in [0, {num_layers}): the verifier has {num_layers} layers "
+            "and id i is the input of layer i (the state after the last is always stored beside them)"
+        )
+
+
+def check_layer_order(layer_ids: Sequence[int]) -> None:
+    """Raise ValueError unless the ids are ascending, each once, none negative: all that needs no verifier."""
+    ids = list(layer_ids)
     if not ids:
         raise ValueError(
             "capture.layers is empty; name at least one layer or drop it for the default"
@@ -189,10 +201,9 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
         raise ValueError(
             f"capture.layers {ids} must be ascending and name each layer once: use {sorted(set(ids))}"
         )
-    if ids[0] < 0 or ids[-1] >= num_layers:
+    if ids[0] < 0:
         raise ValueError(
-            f"capture.layers {ids} must lie in [0, {num_layers}): the verifier has {num_layers} layers "
-            "and id i is the input of layer i (the state after the last is always stored beside them)"
+            f"capture.layers {ids} must not be negative: id i is the input of decoder layer i"
         )
 
 

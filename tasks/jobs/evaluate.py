@@ -1,7 +1,9 @@
 """Job of evaluate: greedy texts of the verifier alone, or by speculative decoding with a draft."""
 
 import json
+import logging
 import random
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +24,8 @@ from tasks.engines.transformers import greedy_generate
 from tasks.jobs.drafts import load_weights, make_draft, trained_weights
 from tasks.jobs.models import load_model, load_tokenizer, pad_token_id
 
+logger = logging.getLogger(__name__)
+
 SHOWN_TEXTS = 2
 
 
@@ -31,15 +35,18 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     settings = request["settings"]
     tokenizer = load_tokenizer(request["directory"])
     model = load_model(request["directory"], device=settings["device"], dtype=settings["dtype"])
-    prompts = [
-        prompt_tokens(tokenizer, history) for history in choose_prompts(store, request, settings)
-    ]
+    room = request["max_positions"] - settings["max_new_tokens"]
+    prompts = choose_prompts(
+        (prompt_tokens(tokenizer, history) for history in read_histories(store, request)),
+        count=settings["prompts"],
+        room=room,
+    )
     total = len(prompts) * settings["max_new_tokens"]
     done = 0
 
-    def advance(tokens: int) -> None:
+    def show(tokens: int) -> None:
         nonlocal done
-        done += tokens
+        done = tokens
         name = f"evaluate {request['name']}"
         progress({"stage": name, "done": done, "total": total, "unit": "tokens"})
 
@@ -51,13 +58,15 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
             eos_token_ids=request["eos_token_ids"],
             pad_token_id=pad_token_id(tokenizer),
             batch_size=settings["batch_size"],
+            progress=show,
         )
         facts: dict[str, Any] = {"tokens": sum(map(len, texts))}
         accepted: list[list[int]] = [[] for _ in texts]
     else:
-        texts, accepted, facts = _speculate(store, request, model, prompts, advance)
-        if done < total:
-            advance(total - done)
+        texts, accepted, facts = _speculate(
+            store, request, model, prompts, lambda tokens: show(done + tokens)
+        )
+        show(total)
     facts["shown"] = [tokenizer.decode(text) for text in texts[:SHOWN_TEXTS]]
     rows = [
         {
@@ -75,10 +84,35 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     return {}
 
 
-def choose_prompts(
-    store: Store, request: dict[str, Any], settings: dict[str, Any]
-) -> list[list[dict[str, str]]]:
-    """Return conversations without their last answer, in a fixed random order.
+def choose_prompts(prompts: Iterable[list[int]], *, count: int, room: int) -> list[list[int]]:
+    """Return the first `count` prompts that leave room for an answer within the verifier's positions.
+
+    Raises ValueError when there is none.
+    """
+    fitting: list[list[int]] = []
+    too_long: list[int] = []
+    for prompt in prompts:
+        if len(prompt) > room:
+            too_long.append(len(prompt))
+        else:
+            fitting.append(prompt)
+        if len(fitting) == count:
+            break
+    if not fitting:
+        raise ValueError(
+            f"evaluate: none of the {len(too_long)} prompts fits the verifier's positions (the shortest has "
+            f"{min(too_long)} tokens, {room} are left beside evaluate.max_new_tokens); lower "
+            "evaluate.max_new_tokens or add shorter conversations"
+        )
+    if too_long:
+        logger.warning(
+            "evaluate: %d prompts of more than %d tokens are left out", len(too_long), room
+        )
+    return fitting
+
+
+def read_histories(store: Store, request: dict[str, Any]) -> list[list[dict[str, str]]]:
+    """Return the side's conversations without their last answer, each once, in a fixed random order.
 
     Held out is the test side, where there is one, else val. Raises ValueError when the side is empty.
     """
@@ -87,7 +121,7 @@ def choose_prompts(
     ) as path:
         sides = {row["conversation_id"]: row["side"] for row in read_table(path).to_pylist()}
     side = "test" if "test" in sides.values() else "val"
-    if settings["side"] == "train":
+    if request["settings"]["side"] == "train":
         side = "train"
     histories: dict[str, list[dict[str, str]]] = {}
     for part in request["conversations"]:
@@ -105,7 +139,7 @@ def choose_prompts(
         )
     ordered = [histories[key] for key in sorted(histories)]
     random.Random(0).shuffle(ordered)
-    return ordered[: settings["prompts"]]
+    return ordered
 
 
 def _speculate(

@@ -1,6 +1,7 @@
 """Job of regenerate: the verifier answers the prompts of one chunk of conversations."""
 
 import json
+import logging
 from typing import Any
 
 from storage import artifacts
@@ -14,8 +15,10 @@ from tasks.eagle3.conversations import conversation_id, prompts_of
 from tasks.engines.transformers import greedy_generate
 from tasks.jobs.models import load_model, load_tokenizer, pad_token_id
 
+logger = logging.getLogger(__name__)
 
-def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
+
+def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Publish the chunk's conversations with the verifier's own last answers."""
     store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings, (start, stop) = request["settings"], request["rows"]
@@ -25,16 +28,32 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
     with artifacts.open_file(store, manifest, CONVERSATIONS_TABLE) as path:
         conversations = read_table(path).slice(start, stop - start).to_pylist()
     histories = [prompts_of(json.loads(row["messages"])) for row in conversations]
+    prompts = [prompt_tokens(tokenizer, history) for history in histories]
+    rooms = [request["max_positions"] - len(prompt) for prompt in prompts]
+    fitting = [i for i, room in enumerate(rooms) if room > 0]
+    if len(fitting) < len(prompts):
+        logger.warning(
+            "regenerate: %d of %d conversations are dropped: they fill the verifier's %d positions",
+            len(prompts) - len(fitting),
+            len(prompts),
+            request["max_positions"],
+        )
+    total = len(fitting) * settings["max_new_tokens"]
+    stage = f"regenerate {start}-{stop}"
     answers = greedy_generate(
         model,
-        [prompt_tokens(tokenizer, history) for history in histories],
+        [prompts[i] for i in fitting],
         max_new_tokens=settings["max_new_tokens"],
         eos_token_ids=request["eos_token_ids"],
         pad_token_id=pad_token_id(tokenizer),
         batch_size=settings["batch_size"],
+        progress=lambda done: progress(
+            {"stage": stage, "done": done, "total": total, "unit": "tokens"}
+        ),
     )
     rows = []
-    for conversation, history, answer in zip(conversations, histories, answers, strict=True):
+    for i, written in zip(fitting, answers, strict=True):
+        conversation, history, answer = conversations[i], histories[i], written[: rooms[i]]
         text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
         messages = [*history, {"role": "assistant", "content": text}]
         rows.append(
@@ -47,5 +66,8 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
     with artifacts.write(store, wanted) as writer:
         with writer.file(CONVERSATIONS_TABLE) as path:
             write_table(path, rows, schema=CONVERSATIONS_SCHEMA)
-        writer.publish(rows=len(rows), facts={"new tokens": sum(map(len, answers))})
+        writer.publish(
+            rows=len(rows),
+            facts={"new tokens": sum(map(len, answers)), "dropped": len(prompts) - len(fitting)},
+        )
     return {}

@@ -13,6 +13,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from flows.cli import main
 from storage.layout import DRAFT_FILE, METRICS_TABLE, parse_step
 from tests.tiny_runs import (
     ROOT,
@@ -181,3 +182,38 @@ def test_a_capture_worker_that_dies_is_replaced_and_the_run_completes(tiny, tmp_
     ]
     assert result["stages"]["capture"]["rows"] == 24
     assert started_by(flow.pid) == []
+
+
+def test_a_temporary_server_that_dies_ends_the_run_at_once_with_one_line(tiny, tmp_path, capsys):
+    run = tiny.copy(tmp_path, without=("train", "evaluate", "export"))
+    flow = start(run, tmp_path)
+    wait_for(lambda: job_of(flow.pid, "tasks.jobs.train"))
+    (server,) = [p for p in started_by(flow.pid) if "flows.server" in p.cmdline()]
+
+    server.kill()
+    stdout, _ = flow.communicate(timeout=20)
+
+    log = (tmp_path / "log").read_text()
+    assert (flow.returncode, stdout) == (1, "")
+    assert log.splitlines()[-1] == (
+        "outrider: the temporary Prefect server ended; run the same command again to go on"
+    )
+    assert "Traceback" not in log
+    wait_for(lambda: not started_by(flow.pid), seconds=10)
+    assert main(["status", "latest", "--store", str(run.store)]) == 0
+    assert "killed in train: run it again to go on there" in capsys.readouterr().out
+
+
+def test_a_terminated_run_says_where_it_stopped_and_leaves_no_process(tiny, tmp_path):
+    run = tiny.copy(tmp_path, without=("train", "evaluate", "export"))
+    flow = start(run, tmp_path)
+    wait_for(lambda: job_of(flow.pid, "tasks.jobs.train"))
+
+    flow.terminate()
+    flow.communicate(timeout=30)
+
+    log = (tmp_path / "log").read_text()
+    assert flow.returncode != 0
+    assert "stopped in train; run the same again to go on there" in log
+    assert "Traceback" not in log
+    wait_for(lambda: not started_by(flow.pid), seconds=10)

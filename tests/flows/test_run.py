@@ -106,6 +106,29 @@ def check_repair(
     assert record["acceptance_length"] == tiny.result["acceptance_length"]
 
 
+def flip_bit(manifest: Path) -> None:
+    largest = max(manifest.parent.glob("attempt-*/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+@pytest.mark.parametrize("stage", ["capture", "tokenize_chats", "map_vocab"])
+def test_a_flipped_bit_in_what_a_stage_reads_is_mended_within_the_run(
+    stage, tiny, tmp_path, prefect_api, run_log
+):
+    copy = tiny.copy(tmp_path, without=("train",))
+    # of the capture the file with the states
+    harmed = min(manifests(copy.store, stage), key=lambda path: path.count("/"))
+    flip_bit(copy.store / harmed)
+
+    record = run_flow(copy.values, prefect_api)
+
+    assert computed(record) == [stage, "train"]
+    assert "is corrupt and was set aside" in run_log.getvalue()
+    assert record["acceptance_length"] == tiny.result["acceptance_length"]
+
+
 def test_a_removed_reference_is_decoded_anew_and_the_drafts_texts_are_not(
     tiny, tmp_path, prefect_api
 ):

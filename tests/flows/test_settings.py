@@ -164,3 +164,35 @@ def test_the_deployed_parameters_are_those_of_the_demo():
     demo = load_settings(ROOT / "deployments/smollm2-demo.yaml")
 
     assert parse_settings(train["parameters"]["settings"]) == demo
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.lr=1e30", "train.lr: Input should be less than or equal to 1"),
+        ("train.lr=.inf", "train.lr: Input should be a finite number"),
+        ("train.weight_decay=.nan", "train.weight_decay: Input should be a finite number"),
+        ("train.epochs=1000000000", "train.epochs: Input should be less than or equal to 10000"),
+        ("train.ttt_steps=5000", "train.ttt_steps: Input should be less than or equal to 16"),
+        ("evaluate.draft_tokens=99", "evaluate.draft_tokens: Input should be less than or equal"),
+        ("capture.layers=[]", "capture.layers is empty"),
+        ("capture.layers=[4, 2]", "must be ascending and name each layer once: use [2, 4]"),
+        ("capture.layers=[-1, 2]", "must not be negative"),
+        ('data.sources=[""]', "data.sources.0: String should have at least 1 character"),
+        ("store=ftpp://x/y", "store: ftpp://x/y: not a URL of a known kind"),
+    ],
+)
+def test_values_without_sense_are_refused_with_the_settings(file, override, said):
+    assert said in refusal(file, override)
+
+
+def test_a_group_without_anything_in_it_has_its_defaults(file):
+    file.write_text(LEAST + "train:\ncapture:\n")
+
+    assert load_settings(file).train.epochs == 3
+
+
+def test_a_required_group_without_anything_in_it_is_named(file):
+    file.write_text(LEAST.replace("verifier: {model: /m}", "verifier:"))
+
+    assert refusal(file) == "verifier: this setting is required"

@@ -317,3 +317,23 @@ class _FailingProxy:
     def __exit__(self, *args: object) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+
+def test_a_disk_that_gets_full_under_a_library_is_named_with_its_store(tmp_path):
+    store = Store(str(tmp_path))
+
+    def by_python(path: Path) -> None:
+        path.symlink_to("/dev/full")  # every write to it fails with ENOSPC
+        path.write_bytes(b"x" * 100_000)
+
+    def by_a_library_that_says_it_in_words(path: Path) -> None:
+        path.write_bytes(b"x")
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+    for write in (by_python, by_a_library_that_says_it_in_words):
+        with pytest.raises(StoreError) as caught, store.writing("a/file") as path:
+            write(path)
+        assert str(caught.value).startswith(f"could not write {tmp_path}/a/file: ")
+        assert "No space left on device" in str(caught.value)
+        assert str(caught.value).endswith("choose another store, then run again to go on")
+    assert list((tmp_path / "a").iterdir()) == []

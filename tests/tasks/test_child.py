@@ -1,13 +1,16 @@
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tasks.child import Child, JobFailedError, JobRefusedError
+from tasks.progress import ProgressMeter
 from tasks.worker_pool import WorkerPool
 
 MODULE = "tests.jobs.echo"
@@ -101,3 +104,17 @@ def test_each_worker_of_a_pool_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPat
     assert pool._environment(1)["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert pool._environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_a_failed_try_takes_back_what_it_has_counted(caplog: pytest.LogCaptureFixture) -> None:
+    meter = ProgressMeter("capture", 10, "tokens")
+    with caplog.at_level(logging.INFO, "tasks.progress"):
+        with suppress(RuntimeError), meter.share() as share:
+            share.advance(6)
+            raise RuntimeError("the worker died")
+        with meter.share() as share:
+            share.advance(10)
+
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        "capture: 10 of 10 tokens"
+    ]

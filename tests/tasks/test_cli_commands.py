@@ -190,3 +190,15 @@ def test_verify_finds_a_short_file_and_an_unreadable_manifest_and_changes_nothin
     assert "has no readable manifest" in out
     assert out.splitlines()[-1].endswith("2 problems")
     assert manifests(copy.store) == before
+
+
+def test_a_report_that_cannot_be_written_says_where_and_how_to_go_on(tiny, tmp_path, capsys):
+    target = tmp_path / "none" / "page.html"
+
+    status = main(["report", "latest", "--store", str(tiny.store), "--output", str(target)])
+
+    assert status == 1
+    assert capsys.readouterr().err == (
+        f"outrider: the page cannot be written to {target} (No such file or directory); "
+        "name another file by --output\n"
+    )

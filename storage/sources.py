@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from storage.backends import open_filesystem
+from storage.remote_files import VERSION_FIELDS
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
@@ -20,9 +21,6 @@ Record = dict[str, Any]
 
 _PARQUET_BATCH_ROWS = 1024
 _DIGEST_CHUNK_BYTES = 4 << 20
-_VERSION_FIELDS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime")
-"""What file systems call the version of an object, the best first."""
-
 
 _CUT_SHORT = (EOFError, gzip.BadGzipFile, zlib.error)
 """What a damaged .gz gives; other errors of reading are the machine's, and worth another try."""
@@ -62,7 +60,7 @@ def fingerprint_source(url: str) -> str:
         info = filesystem.info(path)
     except FileNotFoundError as error:
         raise ValueError(f"the source {url} does not exist") from error
-    version = next((info[name] for name in _VERSION_FIELDS if info.get(name)), None)
+    version = next((info[name] for name in VERSION_FIELDS if info.get(name)), None)
     if version is None or _is_local(filesystem):
         return f"xxh3:{_digest(filesystem, path)}"
     return f"bytes:{info['size']} version:{str(version).strip(chr(34))}"

@@ -8,17 +8,15 @@ Credentials and endpoints come from the environment alone.
 
 import errno
 import json
-import logging
 import os
-import random
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from storage import retries
 from storage.backends import (
     Backend,
     LocalBackend,
@@ -26,53 +24,14 @@ from storage.backends import (
     open_filesystem,
     removed_afterwards,
 )
+from storage.retries import StoreError
 
-logger = logging.getLogger(__name__)
+__all__ = ["Store", "StoreError"]
 
 Result = TypeVar("Result")
 
-TRIES = 4
-FIRST_PAUSE_SECONDS = 0.5
-"""Pause after the first failed try.
-
-It doubles each time, with jitter so that many workers do not return at once.
-"""
-
 NOTHING_LEFT_BYTES = 1_000_000
 """Free bytes below which a disk counts as full: some libraries fail there without saying why."""
-
-_TRANSIENT_NAMES = frozenset(
-    {
-        "HTTPClientError",  # botocore: connection closed, response cut short
-        "ConnectionError",  # botocore: endpoint not reachable
-        "IncompleteReadError",  # botocore
-        "ResponseParserError",  # botocore: a proxy's HTML in place of an answer
-        "ClientConnectionError",  # aiohttp
-        "ClientPayloadError",  # aiohttp: body cut short
-        "ServiceRequestError",  # azure
-        "ServiceResponseError",  # azure
-    }
-)
-"""Errors of the clients that are no OSError; by name, because the clients are optional."""
-
-_PERMANENT_TYPES = (
-    FileNotFoundError,
-    PermissionError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-)
-_PERMANENT_ERRNOS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG}
-)
-_FULL_WAY_OUT = "free some space or choose another store, then run again to go on"
-
-
-class StoreError(RuntimeError):
-    """The store could not do what was asked.
-
-    The message names the place, the cause and a way out.
-    """
 
 
 class Store:
@@ -124,7 +83,7 @@ class Store:
             self._files().delete(probe)
         except Exception as error:
             raise StoreError(
-                f"the store {self.url} cannot be written: {_cause(error)}; {_way_out(error)}"
+                f"the store {self.url} cannot be written: {retries.cause(error)}; {retries.way_out(error)}"
             ) from error
 
     def free_bytes(self) -> int | None:
@@ -188,10 +147,10 @@ class Store:
                 yield directory
             except Exception as error:
                 nothing_left = shutil.disk_usage(directory).free < NOTHING_LEFT_BYTES
-                if isinstance(error, StoreError) or not (_is_full(error) or nothing_left):
+                if isinstance(error, StoreError) or not (retries.is_full(error) or nothing_left):
                     raise
                 raise StoreError(
-                    f"could not write {self.url}/{path}: {_cause(error)}; {_FULL_WAY_OUT}"
+                    f"could not write {self.url}/{path}: {retries.cause(error)}; {retries.FULL_WAY_OUT}"
                 ) from error
 
     def publish(self, source: Path, path: str) -> None:
@@ -268,30 +227,14 @@ class Store:
         *,
         missing: type[Exception] | None = None,
     ) -> Result:
-        """Run `function`, again after transient errors of an object store.
-
-        `missing` passes through as it is.
-        """
+        """Run `function`, on an object store again after transient errors; `missing` passes through."""
         _checked(path)
-        tries = 1 if self.is_local else TRIES
-        for attempt in range(1, tries + 1):
-            try:
-                return function()
-            except Exception as error:
-                if missing is not None and isinstance(error, missing):
-                    raise
-                if attempt == tries or not _is_transient(error):
-                    raise StoreError(
-                        f"could not {action} {self.url}/{path} ({attempt} of {tries} tries): "
-                        f"{_cause(error)}; {_way_out(error)}"
-                    ) from error
-                pause = FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
-                logger.warning(
-                    "could not %s %s/%s (try %d of %d), again in %.1f s: %s",
-                    action, self.url, path, attempt, tries, pause, _cause(error),
-                )  # fmt: skip
-                time.sleep(pause)
-        raise AssertionError("unreachable: the last try returns or raises")
+        return retries.call(
+            function,
+            doing=f"{action} {self.url}/{path}",
+            tries=1 if self.is_local else retries.TRIES,
+            missing=missing,
+        )
 
 
 def _normalised(url: str) -> tuple[str, bool]:
@@ -313,49 +256,3 @@ def _checked(path: str) -> str:
             f"{path!r} is not a path in a store: relative, parts joined by one '/', no '.' or '..'"
         )
     return path
-
-
-def _is_transient(error: Exception) -> bool:
-    if isinstance(error, _PERMANENT_TYPES):
-        return False
-    if isinstance(error, OSError):
-        return error.errno not in _PERMANENT_ERRNOS
-    return any(base.__name__ in _TRANSIENT_NAMES for base in type(error).__mro__)
-
-
-def _is_full(error: Exception) -> bool:
-    """Whether the disk or a quota is used up; some libraries say so in words only."""
-    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return True
-    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
-
-
-def _cause(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _way_out(error: Exception) -> str:
-    """What a person can do about it."""
-    if isinstance(error, NotADirectoryError | FileExistsError | IsADirectoryError):
-        a, b = (
-            ("directory", "file") if isinstance(error, IsADirectoryError) else ("file", "directory")
-        )
-        return f"a {a} stands where a {b} is needed: remove it or choose another store"
-    if isinstance(error, PermissionError) or (
-        isinstance(error, OSError) and error.errno == errno.EROFS
-    ):
-        return (
-            "give this user or these credentials the right to write there, or choose another store"
-        )
-    if isinstance(error, FileNotFoundError):
-        return "create the bucket or directory, or correct the store's URL"
-    if _is_full(error):
-        return _FULL_WAY_OUT
-    if "Credentials" in type(error).__name__:
-        return (
-            "set the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...)"
-        )
-    return (
-        "check that it is reachable from this machine (network, AWS_ENDPOINT_URL), then run again"
-    )

@@ -9,12 +9,14 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from tasks.eagle3.model_files import LocalFiles, ModelFiles, VerifierError, open_files
 from tasks.eagle3.verifier_config import (
     eos_token_ids,
     find_text_config,
@@ -23,12 +25,7 @@ from tasks.eagle3.verifier_config import (
     required_number,
     without_incidentals,
 )
-from tasks.eagle3.weight_files import (
-    TensorEntry,
-    VerifierError,
-    content_sample_digest,
-    read_weight_files,
-)
+from tasks.eagle3.weight_files import TensorEntry, WeightFile, content_digest, read_weight_files
 
 __all__ = [
     "VerifierError",
@@ -39,6 +36,8 @@ __all__ = [
     "identity",
     "read_facts",
 ]
+
+DIGEST_THREADS = 4
 
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -97,19 +96,19 @@ class VerifierFacts(BaseModel):
     """Values in all weight files; packed integers of a quantized checkpoint count as stored."""
 
 
-def read_facts(directory: Path) -> VerifierFacts:
-    """Return the facts of the checkpoint in `directory`.
+def read_facts(model: Path | ModelFiles) -> VerifierFacts:
+    """Return the facts of a checkpoint in a local directory, or wherever its files lie.
 
     Raises VerifierError when files are missing, short or contradict each other, and when the model's
     head needs a transform that is not implemented here (a wrong head would train a draft on wrong
     targets in silence).
     """
-    config = read_config(directory)
+    files = open_files(model)
+    directory = files.directory
+    config = read_config(files)
     config_path, text = find_text_config(config, directory)
     refuse_head_transforms(config, text)
-    stored = {
-        k: entry for file in read_weight_files(directory) for k, entry in file.tensors.items()
-    }
+    stored = {k: entry for file in read_weight_files(files) for k, entry in file.tensors.items()}
     tensors = {key: entry for key, entry in stored.items() if not _INSIDE_LAYER.search(key)}
     embed_key = _one_match(tensors, "embed_tokens.weight", directory)
     norm_key = _find_norm(tensors, embed_key, directory)
@@ -136,7 +135,7 @@ def read_facts(directory: Path) -> VerifierFacts:
         norm_key=norm_key,
         head_key=head_key,
         files={key: tensors[key].file for key in (embed_key, norm_key, head_key)},
-        eos_token_ids=eos_token_ids(directory, config, text),
+        eos_token_ids=eos_token_ids(files, config, text),
         parameters=sum(math.prod(entry.shape) for entry in stored.values()),
         dtype=next(
             (c[k] for c in (text, config) for k in ("dtype", "torch_dtype") if c.get(k)), None
@@ -144,23 +143,36 @@ def read_facts(directory: Path) -> VerifierFacts:
     )
 
 
-def identity(directory: Path) -> str:
+def identity(
+    directory: Path,
+    *,
+    full_digests: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> str:
     """Return the sha256 of what a verifier is, wherever its directory lies and whatever its name.
 
-    It covers the config, each weight file's name, size, header and a sample of its content, and the
-    content of tokenizer, template, generation config and code files. Raises VerifierError when files
-    are missing, short or do not belong together.
+    It covers the config, each weight file's name, size, header and content (of a large file a sample,
+    unless `full_digests`; which of both is covered too), and the content of tokenizer, template,
+    generation config and code files. `progress` gets the bytes of each piece read, from several threads.
+    Raises VerifierError when files are missing, short or do not belong together.
     """
-    config = read_config(directory)
-    weights = {
-        file.name: [file.file_bytes, file.header_digest, content_sample_digest(directory, file)]
-        for file in read_weight_files(directory)
-    }
-    names = [*_IDENTITY_FILES, *sorted(path.name for path in directory.glob("*.py"))]
+    files = LocalFiles(directory)
+    config = read_config(files)
+
+    def digest(file: WeightFile) -> tuple[str, str]:
+        return content_digest(directory, file, full=full_digests, progress=progress)
+
+    found = read_weight_files(files)
+    with ThreadPoolExecutor(DIGEST_THREADS) as pool:
+        weights = {
+            file.name: [file.file_bytes, file.header_digest, *content]
+            for file, content in zip(found, pool.map(digest, found), strict=True)
+        }
+    code = sorted(name for name in files.sizes if name.endswith(".py"))
     others = {
-        name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
-        for name in names
-        if (directory / name).is_file()
+        name: hashlib.sha256(files.read(name)).hexdigest()
+        for name in (*_IDENTITY_FILES, *code)
+        if name in files.sizes
     }
     whole = {"config": without_incidentals(config), "weights": weights, "files": others}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
@@ -207,7 +219,7 @@ def check_layer_order(layer_ids: Sequence[int]) -> None:
         )
 
 
-def _one_match(tensors: Mapping[str, TensorEntry], suffix: str, directory: Path) -> str:
+def _one_match(tensors: Mapping[str, TensorEntry], suffix: str, directory: str) -> str:
     matches = [key for key in tensors if key == suffix or key.endswith("." + suffix)]
     if len(matches) != 1:
         found = (
@@ -219,7 +231,7 @@ def _one_match(tensors: Mapping[str, TensorEntry], suffix: str, directory: Path)
     return matches[0]
 
 
-def _find_norm(tensors: Mapping[str, TensorEntry], embed_key: str, directory: Path) -> str:
+def _find_norm(tensors: Mapping[str, TensorEntry], embed_key: str, directory: str) -> str:
     # The decoder's norm lies beside its embedding; towers and projectors have final norms too.
     beside = embed_key.removesuffix("embed_tokens.weight") + "norm.weight"
     norm_key = beside if beside in tensors else _one_match(tensors, "norm.weight", directory)
@@ -238,7 +250,7 @@ def _find_head(
     config: dict[str, Any],
     text: dict[str, Any],
     *,
-    directory: Path,
+    directory: str,
 ) -> str:
     """Return the key of the head's own tensor when there is one (so does transformers 5), else embed_key."""
     parts = sorted(key for key in tensors if re.search(r"(^|\.)lm_head\.", key))
@@ -259,14 +271,14 @@ def _find_head(
     return embed_key
 
 
-def _check_tensor(key: str, entry: TensorEntry, shape: tuple[int, ...], *, directory: Path) -> None:
+def _check_tensor(key: str, entry: TensorEntry, shape: tuple[int, ...], *, directory: str) -> None:
     if entry.shape != shape:
         raise VerifierError(
-            f"{directory / entry.file}: {key} has shape {list(entry.shape)}, the config says "
+            f"{directory}/{entry.file}: {key} has shape {list(entry.shape)}, the config says "
             f"{list(shape)}; config and weights are of different models"
         )
     if entry.dtype not in PLAIN_DTYPES:
         raise VerifierError(
-            f"{directory / entry.file}: {key} is stored as {entry.dtype}; only "
+            f"{directory}/{entry.file}: {key} is stored as {entry.dtype}; only "
             f"{', '.join(PLAIN_DTYPES)} can be read (the layers may be quantized, this one may not)"
         )

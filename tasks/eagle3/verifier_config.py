@@ -1,10 +1,15 @@
 """A verifier's config.json: which part is the language model's, and what of it is not supported."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from tasks.eagle3.weight_files import VerifierError, read_json_object
+from tasks.eagle3.model_files import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    ModelFiles,
+    VerifierError,
+    read_json_object,
+)
 
 SIZE_FIELDS = ("hidden_size", "num_hidden_layers", "vocab_size")
 
@@ -39,17 +44,15 @@ _TRANSFORM_BY_DEFAULT = frozenset({
 _INCIDENTAL_CONFIG = frozenset({"_name_or_path", "transformers_version"})
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(files: ModelFiles) -> dict[str, Any]:
     """Return config.json; VerifierError when the directory or the file is not there."""
-    if not directory.is_dir():
-        raise VerifierError(f"there is no model directory {directory}; correct verifier.model")
-    if not (directory / "config.json").is_file():
-        raise VerifierError(f"{directory} has no config.json; is it a model directory?")
-    return read_json_object(directory / "config.json")
+    if CONFIG_FILE not in files.sizes:
+        raise VerifierError(f"{files.directory} has no {CONFIG_FILE}; is it a model directory?")
+    return read_json_object(files, CONFIG_FILE)
 
 
 def find_text_config(
-    config: dict[str, Any], directory: Path
+    config: dict[str, Any], directory: str
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Return (keys to it, the language model's config): the dict, at any depth, with all SIZE_FIELDS.
 
@@ -62,7 +65,7 @@ def find_text_config(
     ]
     if not candidates:
         raise VerifierError(
-            f"{directory / 'config.json'}: no part of it has {', '.join(SIZE_FIELDS)}; it is no decoder "
+            f"{directory}/{CONFIG_FILE}: no part of it has {', '.join(SIZE_FIELDS)}; it is no decoder "
             "language model, or its config leaves them to defaults: write them out"
         )
     sizes = {tuple(found[f] for f in SIZE_FIELDS) for _, found in candidates}
@@ -72,7 +75,7 @@ def find_text_config(
             for path, found in candidates
         )
         raise VerifierError(
-            f"{directory / 'config.json'} describes several language models ({listed}); "
+            f"{directory}/{CONFIG_FILE} describes several language models ({listed}); "
             "save the one that is served alone"
         )
     # Some composite configs repeat the sizes at the top: the fullest one is the model's own.
@@ -116,21 +119,23 @@ def refuse_head_transforms(config: dict[str, Any], text: dict[str, Any]) -> None
         raise VerifierError("the config sets dim_model_base: scaled logits are not supported")
 
 
-def required_number(text: dict[str, Any], field: str, directory: Path) -> Any:
+def required_number(text: dict[str, Any], field: str, directory: str) -> Any:
     """Return a positive number of the language model's config; VerifierError when it is missing."""
     value = text.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise VerifierError(
-            f"{directory / 'config.json'}: {field} is {value!r}; "
+            f"{directory}/{CONFIG_FILE}: {field} is {value!r}; "
             "write the model's value into its language model's config"
         )
     return value
 
 
-def eos_token_ids(directory: Path, config: dict[str, Any], text: dict[str, Any]) -> tuple[int, ...]:
+def eos_token_ids(
+    files: ModelFiles, config: dict[str, Any], text: dict[str, Any]
+) -> tuple[int, ...]:
     """Return the ids that end a text: of generation_config.json, else of the config."""
-    generation = directory / "generation_config.json"
-    sources = [read_json_object(generation)] if generation.is_file() else []
+    there = GENERATION_FILE in files.sizes
+    sources = [read_json_object(files, GENERATION_FILE)] if there else []
     for source in (*sources, text, config):
         value = source.get("eos_token_id")
         if value is not None:

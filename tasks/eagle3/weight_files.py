@@ -1,28 +1,42 @@
 """The weight files of a checkpoint, known by their headers alone: names, shapes, places, digests.
 
 A safetensors file is 8 bytes (little-endian header length), a JSON header, then the tensors' bytes.
-Everything here reads headers and a few kilobytes of each file, whatever its size.
 """
 
 import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.eagle3.model_files import ModelFiles, VerifierError, read_json_object
+
+__all__ = [
+    "TensorEntry",
+    "VerifierError",
+    "WeightFile",
+    "content_digest",
+    "read_weight_files",
+    "weight_file_names",
+]
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library itself; a larger number is not a length."""
+LFS_POINTER = b"version "
+"""How a git-lfs pointer begins, which a clone without git-lfs leaves in the place of a file."""
+HEADER_THREADS = 16
+
 SAMPLED_TENSORS_PER_FILE = 256
 WHOLE_FILE_BYTES = 1 << 30
 SAMPLE_BYTES = 4096
-
-
-class VerifierError(ValueError):
-    """A verifier that cannot be used as it is; the message says why and what to do."""
+DIGEST_CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -46,88 +60,113 @@ class WeightFile:
     tensors: Mapping[str, TensorEntry]
 
 
-def read_weight_files(directory: Path) -> tuple[WeightFile, ...]:
+def weight_file_names(files: ModelFiles) -> list[str]:
+    """Return the sorted names of a checkpoint's weight files.
+
+    Raises VerifierError when there are none, and when the index names what is not there.
+    """
+    return _file_names(files, _weight_map(files))
+
+
+def read_weight_files(files: ModelFiles) -> tuple[WeightFile, ...]:
     """Return the headers of all weight files of a checkpoint, sorted by name.
 
-    Raises VerifierError when there are none, when the index names what is not there, and when a file
-    is short.
+    Two reads a file: the header's length and the header. Raises VerifierError when there are none, when
+    the index names what is not there, and when a file is short or no safetensors file.
     """
-    # A single file goes before an index, the order in which transformers looks.
-    if (directory / SINGLE_FILE).is_file():
-        return (_read_header(directory, SINGLE_FILE),)
-    if not (directory / INDEX_FILE).is_file():
-        raise VerifierError(_no_weights(directory))
-    weight_map = _read_weight_map(directory / INDEX_FILE)
-    names = sorted(set(weight_map.values()))
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise VerifierError(
-            f"{directory / INDEX_FILE} names {len(names)} weight files, {len(missing)} of them are "
-            f"not there (first: {missing[0]}); fetch the checkpoint again"
-        )
-    files = {name: _read_header(directory, name) for name in names}
+    weight_map = _weight_map(files)
+    names = _file_names(files, weight_map)
+    with ThreadPoolExecutor(HEADER_THREADS) as pool:
+        found = list(pool.map(lambda name: _read_header(files, name), names))
+    headers = {file.name: file for file in found}
     for key, name in weight_map.items():
-        if key not in files[name].tensors:
+        if key not in headers[name].tensors:
             raise VerifierError(
-                f"{directory / INDEX_FILE} says that {key} lies in {name}, which holds no such "
+                f"{files.directory}/{INDEX_FILE} says that {key} lies in {name}, which holds no such "
                 "tensor; index and files are of different checkpoints: fetch it again"
             )
-    return tuple(files.values())
+    return tuple(found)
 
 
-def content_sample_digest(directory: Path, weights: WeightFile) -> str:
-    """Digest a file's content, or of a large file a sample: fine-tunes of one model share sizes and headers.
+def content_digest(
+    directory: Path,
+    weights: WeightFile,
+    *,
+    full: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[str, str]:
+    """Digest a file's content; returns how ("whole" or "sample") and the digest.
 
-    Up to WHOLE_FILE_BYTES every byte counts. Of a larger file it takes SAMPLE_BYTES from the middle of
-    SAMPLED_TENSORS_PER_FILE tensors at most, evenly spread over the file.
+    Up to WHOLE_FILE_BYTES, or with `full`, every byte counts. Of a larger file it takes SAMPLE_BYTES from
+    the middle of SAMPLED_TENSORS_PER_FILE tensors at most, evenly spread over the file: fine-tunes of one
+    model share sizes and headers. `progress` gets the bytes of each piece read.
     """
-    if (directory / weights.name).stat().st_size <= WHOLE_FILE_BYTES:
-        with (directory / weights.name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+    with (directory / weights.name).open("rb", buffering=0) as file:
+        if full or weights.file_bytes <= WHOLE_FILE_BYTES:
+            digest = hashlib.sha256()
+            buffer = memoryview(bytearray(min(DIGEST_CHUNK_BYTES, weights.file_bytes)))
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                if progress is not None:
+                    progress(count)
+            return "whole", digest.hexdigest()
+        return "sample", _sample_digest(file.fileno(), weights)
+
+
+def _sample_digest(descriptor: int, weights: WeightFile) -> str:
     entries = sorted(weights.tensors.values(), key=lambda entry: entry.start)
     count = min(len(entries), SAMPLED_TENSORS_PER_FILE)
     digest = hashlib.sha256()
-    with (directory / weights.name).open("rb") as file:
-        for place in range(count):
-            entry = entries[place * len(entries) // count]
-            middle = (entry.start + entry.stop) // 2
-            start = max(entry.start, middle - SAMPLE_BYTES // 2)
-            sample = os.pread(file.fileno(), min(SAMPLE_BYTES, entry.stop - start), start)
-            digest.update(sample)
+    for place in range(count):
+        entry = entries[place * len(entries) // count]
+        middle = (entry.start + entry.stop) // 2
+        start = max(entry.start, middle - SAMPLE_BYTES // 2)
+        digest.update(os.pread(descriptor, min(SAMPLE_BYTES, entry.stop - start), start))
     return digest.hexdigest()
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`; VerifierError names the file when it holds none."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise VerifierError(f"{path} is not readable JSON ({error}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise VerifierError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
-
-
-def _read_weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json_object(index).get("weight_map")
+def _weight_map(files: ModelFiles) -> dict[str, str]:
+    """Return key -> file as the index says; empty for a checkpoint of a single file."""
+    # A single file goes before an index, the order in which transformers looks.
+    if SINGLE_FILE in files.sizes:
+        return {}
+    if INDEX_FILE not in files.sizes:
+        raise VerifierError(_no_weights(files))
+    place = f"{files.directory}/{INDEX_FILE}"
+    weight_map = read_json_object(files, INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise VerifierError(f"{index} has no weight_map; fetch it again")
+        raise VerifierError(f"{place} has no weight_map; fetch it again")
     outside = [name for name in weight_map.values() if Path(str(name)).name != name]
     if outside:
-        raise VerifierError(f"{index} names {outside[0]!r}, which is no file of its directory")
+        raise VerifierError(f"{place} names {outside[0]!r}, which is no file of its directory")
     return weight_map
 
 
-def _read_header(directory: Path, name: str) -> WeightFile:
-    path = directory / name
-    file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(HEADER_LENGTH_BYTES)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == HEADER_LENGTH_BYTES else -1
-        data_start = HEADER_LENGTH_BYTES + header_bytes
-        if header_bytes < 0 or data_start > file_bytes:
-            raise _truncated(path, file_bytes, max(data_start, HEADER_LENGTH_BYTES))
-        raw = file.read(header_bytes)
+def _file_names(files: ModelFiles, weight_map: dict[str, str]) -> list[str]:
+    names = sorted(set(weight_map.values())) or [SINGLE_FILE]
+    missing = [name for name in names if name not in files.sizes]
+    if missing:
+        raise VerifierError(
+            f"{files.directory}/{INDEX_FILE} names {len(names)} weight files, {len(missing)} of them "
+            f"are not there (first: {missing[0]}); fetch the checkpoint again"
+        )
+    return names
+
+
+def _read_header(files: ModelFiles, name: str) -> WeightFile:
+    place, file_bytes = f"{files.directory}/{name}", files.sizes[name]
+    prefix = files.read(name, 0, HEADER_LENGTH_BYTES)
+    if prefix == LFS_POINTER:
+        raise VerifierError(f"{place} is a git-lfs pointer, not the file: run `git lfs pull` there")
+    if len(prefix) < HEADER_LENGTH_BYTES:
+        raise _truncated(place, file_bytes, HEADER_LENGTH_BYTES)
+    header_bytes = struct.unpack("<Q", prefix)[0]
+    if header_bytes > MAX_HEADER_BYTES:
+        raise _no_header(place, f"its first 8 bytes give the length {header_bytes:,}")
+    data_start = HEADER_LENGTH_BYTES + header_bytes
+    if data_start > file_bytes:
+        raise _truncated(place, file_bytes, data_start)
+    raw = files.read(name, HEADER_LENGTH_BYTES, data_start)
     try:
         header = json.loads(raw)
         entries = {
@@ -136,10 +175,10 @@ def _read_header(directory: Path, name: str) -> WeightFile:
             if key != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise VerifierError(f"{path} has no readable safetensors header ({error!r})") from error
+        raise _no_header(place, repr(error)) from error
     wanted_bytes = max((entry.stop for entry in entries.values()), default=data_start)
     if wanted_bytes > file_bytes:
-        raise _truncated(path, file_bytes, wanted_bytes)
+        raise _truncated(place, file_bytes, wanted_bytes)
     return WeightFile(name, file_bytes, hashlib.sha256(raw).hexdigest(), entries)
 
 
@@ -149,18 +188,23 @@ def _entry(name: str, value: dict[str, Any], data_start: int) -> TensorEntry:
     return TensorEntry(name, str(value["dtype"]), shape, data_start + start, data_start + stop)
 
 
-def _truncated(path: Path, file_bytes: int, wanted_bytes: int) -> VerifierError:
+def _truncated(place: str, file_bytes: int, wanted_bytes: int) -> VerifierError:
     return VerifierError(
-        f"{path} is cut off: it has {file_bytes} bytes, its header needs {wanted_bytes}; "
+        f"{place} is cut off: it has {file_bytes} bytes, its header needs {wanted_bytes}; "
         "fetch it again"
     )
 
 
-def _no_weights(directory: Path) -> str:
-    others = sorted(
-        path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf")
+def _no_header(place: str, why: str) -> VerifierError:
+    return VerifierError(
+        f"{place} has no readable safetensors header ({why}); it is another kind of file or damaged: "
+        "fetch it again"
     )
+
+
+def _no_weights(files: ModelFiles) -> str:
+    others = sorted(n for n in files.sizes if Path(n).suffix in (".bin", ".pt", ".pth", ".gguf"))
     if not others:
-        others = sorted(path.name for path in directory.glob("*.safetensors"))
+        others = sorted(name for name in files.sizes if name.endswith(".safetensors"))
     found = f"; it has {', '.join(others[:3])}, which is not read: convert it" if others else ""
-    return f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{found}"
+    return f"{files.directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{found}"

@@ -14,7 +14,7 @@ from pathlib import Path
 import boto3  # type: ignore[import-untyped]
 import pytest
 
-from storage import store as store_module
+from storage import retries
 from storage.store import Store, StoreError
 
 
@@ -190,7 +190,7 @@ def test_missing_credentials_are_named(
 def test_transient_errors_of_an_object_store_are_tried_again(
     s3_environment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(store_module, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
     with _FailingProxy(s3_environment) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         store = Store("s3://outrider-tests/flaky")
@@ -206,7 +206,7 @@ def test_transient_errors_of_an_object_store_are_tried_again(
 def test_an_object_store_that_stays_broken_is_given_up_with_its_name(
     s3_environment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
     with _FailingProxy(s3_environment) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.fail_next(1000, "503")
@@ -245,7 +245,7 @@ with Store(sys.argv[1]).writing("a/file.bin") as path:
         [sys.executable, "-c", code, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=Path(store_module.__file__).parents[1],
+        cwd=Path(retries.__file__).parents[1],
     )
     assert child.stdout is not None
     assert child.stdout.readline() == b"half-way\n"

@@ -1,0 +1,160 @@
+"""Copies of remote directories on this machine, made once, file by file, and gone on with when interrupted.
+
+<mirror>/blobs/<digest of name, size and version>      a whole file of the remote directory
+<mirror>/blobs/<the same>.part                         what has arrived of one
+<mirror>/snapshots/<digest of its blobs>/<name>        links to the blobs: the directory as it was
+
+A snapshot appears in one step when all its files are there, and never changes: a process that uses one is
+not disturbed by another that copies a newer version. Files that did not change are not fetched again.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from storage.backends import TEMPORARY_PREFIX
+from storage.manifest import KEY_DIGITS, canonical_digest
+from storage.remote_files import RemoteFile, RemoteFiles
+from storage.retries import StoreError
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 32 << 20
+FILES_AT_ONCE = 4
+
+_Progress = Callable[[int], None]
+
+
+class Mirror:
+    """The copy of some files of a remote directory, below `root`."""
+
+    def __init__(self, remote: RemoteFiles, names: Sequence[str], *, root: Path) -> None:
+        self._remote = remote
+        self._directory = root / canonical_digest(remote.directory)[:KEY_DIGITS]
+        self._blobs = {name: _blob_name(remote.listing[name]) for name in sorted(names)}
+        self._snapshot = self._directory / "snapshots" / canonical_digest(self._blobs)[:KEY_DIGITS]
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that have not arrived yet."""
+        return sum(self._remote.sizes[name] - self._arrived(name) for name in self._blobs)
+
+    def fetch(self, progress: _Progress, *, chunk_bytes: int = CHUNK_BYTES) -> Path:
+        """Copy what is missing, `chunk_bytes` at a time; returns the local directory with the files.
+
+        `progress` gets the bytes of each piece that arrived, from several threads. Another process that
+        copies the same directory is waited for.
+
+        Raises:
+            StoreError: the remote place cannot be read, a file changed while it was read, or this
+            machine's disk has no room.
+        """
+        if self._is_complete():
+            return self._snapshot
+        (self._directory / "blobs").mkdir(parents=True, exist_ok=True)
+        with _locked(self._directory / "lock"):
+            self._check_room()
+            with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+                tasks = [
+                    pool.submit(self._fetch_file, name, progress, chunk_bytes=chunk_bytes)
+                    for name in self._blobs
+                ]
+                try:
+                    for task in tasks:
+                        task.result()
+                finally:
+                    pool.shutdown(cancel_futures=True)
+            self._publish()
+        return self._snapshot
+
+    def _blob(self, name: str) -> Path:
+        return self._directory / "blobs" / self._blobs[name]
+
+    def _part(self, name: str) -> Path:
+        return self._blob(name).with_suffix(".part")
+
+    def _arrived(self, name: str) -> int:
+        for path in (self._blob(name), self._part(name)):
+            if path.is_file():
+                return min(path.stat().st_size, self._remote.sizes[name])
+        return 0
+
+    def _is_complete(self) -> bool:
+        return self._snapshot.is_dir() and all(
+            self._blob(name).is_file() and self._blob(name).stat().st_size == size
+            for name, size in self._remote.sizes.items()
+            if name in self._blobs
+        )
+
+    def _check_room(self) -> None:
+        free, wanted = shutil.disk_usage(self._directory).free, self.missing_bytes
+        if wanted > free:
+            raise StoreError(
+                f"{self._remote.directory} needs {wanted:,} bytes more in {self._directory}, where {free:,} "
+                "are free; free some space or set OUTRIDER_CACHE to a larger disk"
+            )
+
+    def _fetch_file(self, name: str, progress: _Progress, *, chunk_bytes: int) -> None:
+        blob, part, file = self._blob(name), self._part(name), self._remote.listing[name]
+        if blob.is_file() and blob.stat().st_size == file.bytes:
+            return
+        with part.open("ab") as target:
+            start = target.tell()
+            if start > file.bytes:
+                target.truncate(start := 0)
+            while start < file.bytes:
+                piece = self._remote.read(name, start, start + chunk_bytes)
+                if not piece:
+                    raise StoreError(
+                        f"{self._remote.directory}/{name} ended at {start} of {file.bytes} bytes; "
+                        "run again to fetch what is there now"
+                    )
+                target.write(piece)
+                target.flush()
+                # a part is trusted by its length: its bytes must be on the disk before it grows
+                os.fsync(target.fileno())
+                start += len(piece)
+                progress(len(piece))
+        if not self._remote.is_unchanged(file):
+            part.unlink()
+            raise StoreError(
+                f"{self._remote.directory}/{name} changed while it was copied; run again to fetch "
+                "what is there now"
+            )
+        part.replace(blob)
+
+    def _publish(self) -> None:
+        """Make the snapshot appear with all its links."""
+        if self._snapshot.is_dir():
+            return
+        self._snapshot.parent.mkdir(exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=self._snapshot.parent))
+        try:
+            for name, blob in self._blobs.items():
+                (made / name).symlink_to(Path("..", "..", "blobs", blob))
+            made.chmod(0o755)
+            made.replace(self._snapshot)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _blob_name(file: RemoteFile) -> str:
+    return canonical_digest([file.name, file.bytes, file.version])[:KEY_DIGITS]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the kernel gives back when its holder dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that fills %s", path.parent)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

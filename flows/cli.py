@@ -1,4 +1,4 @@
-"""The command line: outrider run | estimate | status | report | verify | settings."""
+"""The command line: outrider run | estimate | inspect | status | report | verify | settings."""
 
 import argparse
 import json
@@ -63,6 +63,22 @@ def _estimate(options: argparse.Namespace) -> int:
 
     result = estimate(load_settings(options.file, options.set))
     print(json.dumps(result) if options.json else render(result))
+    return DONE
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from tasks.inspect_text import render_inspection  # noqa: PLC0415
+    from tasks.inspect_verifier import inspect_verifier  # noqa: PLC0415
+    from tasks.verifier_sources import VerifierSettings  # noqa: PLC0415
+
+    found = inspect_verifier(
+        VerifierSettings(
+            model=options.model,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+        )
+    )
+    print(json.dumps(found) if options.json else render_inspection(found))
     return DONE
 
 
@@ -143,6 +159,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--json", action="store_true", help="print the result as one JSON line")
     sub = add_file(
         "estimate", _estimate, "count tokens and print bytes, files and GPU hours of a run"
+    )
+    sub.add_argument("--json", action="store_true", help="print as one JSON line")
+    sub = add("inspect", _inspect, "print what is understood of a model, without its weights")
+    sub.add_argument("model", metavar="MODEL", help="as verifier.model: directory, URL or hub id")
+    sub.add_argument("--revision", help="branch, tag or commit of a hub id")
+    sub.add_argument(
+        "--trust-remote-code", action="store_true", help="accept a model that brings its own code"
     )
     sub.add_argument("--json", action="store_true", help="print as one JSON line")
     sub = add_store(add("status", _status, "list the runs of a store, or show one"))

@@ -10,11 +10,12 @@ from flows.settings import PipelineSettings
 from storage.store import Store
 from tasks.capture import bytes_per_token, capture_key, captured_samples, wanted_samples
 from tasks.collect import collect
-from tasks.load_verifier import Verifier, find_model, load_verifier, open_verifier
+from tasks.load_verifier import Verifier, load_verifier, open_verifier
 from tasks.map_vocab import check_draft_size
 from tasks.regenerate import find_regenerated
 from tasks.stage import StageResult, call
 from tasks.tokenize_chats import tokenize_chats
+from tasks.verifier_sources import find_model
 
 ASSUMED_FLOPS = 400e12
 """bf16 FLOP/s that one H100 or H200 gives a prefill: half of its matrix-product peak."""
@@ -25,7 +26,8 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
     store = Store(settings.store)
     store.check_writable()
     directory = str(find_model(settings.verifier))
-    verifier = open_verifier(store, directory, call(load_verifier, store, directory).parts[0])
+    loaded = call(load_verifier, store, directory, full_digests=settings.verifier.full_digests)
+    verifier = open_verifier(store, directory, loaded.parts[0])
     draft_size = check_draft_size(settings.vocab, verifier.facts.vocab_size)
     conversations = call(collect, store, settings.data)
     written: StageResult | None = conversations

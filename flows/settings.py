@@ -22,11 +22,11 @@ from tasks.eagle3.draft_settings import DraftSettings
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.evaluate import EvaluateSettings
 from tasks.export import ExportSettings
-from tasks.load_verifier import VerifierSettings
 from tasks.map_vocab import VocabSettings
 from tasks.regenerate import RegenerateSettings
 from tasks.split import SplitSettings
 from tasks.tokenize_chats import TokenizeSettings
+from tasks.verifier_sources import VerifierSettings
 
 
 class SettingsError(ValueError):

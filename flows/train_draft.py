@@ -22,12 +22,13 @@ from tasks.child import kill_children
 from tasks.collect import collect
 from tasks.evaluate import check_prompts, evaluate
 from tasks.export import export
-from tasks.load_verifier import find_model, load_verifier, open_verifier
+from tasks.load_verifier import load_verifier, open_verifier
 from tasks.map_vocab import check_draft_size, map_vocab
 from tasks.regenerate import regenerate
 from tasks.split import split
 from tasks.tokenize_chats import tokenize_chats
 from tasks.train import check_budget, train
+from tasks.verifier_sources import find_model
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def _rebuilding(run: RunRecord, store: Store, settings: PipelineSettings) -> dic
 
 def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[str, Any]:
     directory = str(fetch_model.submit(settings.verifier).result())
-    loaded = run.stage(load_verifier, store, directory)
+    loaded = run.stage(load_verifier, store, directory, full_digests=settings.verifier.full_digests)
     verifier = open_verifier(store, directory, loaded.parts[0])
     check_draft_size(settings.vocab, verifier.facts.vocab_size)
     layer_ids = settings.capture.layer_ids(verifier.facts.num_hidden_layers)

@@ -30,6 +30,8 @@ RUN_RECORDS = "run_records"
 
 CONVERTED = "converted"
 """Model directories made from other formats; in the machine's own cache store."""
+MIRRORS = "mirrors"
+"""Copies of remote model directories; in the machine's own cache."""
 
 FACTS_FILE = "facts.json"
 HEAD_FILE = "head.safetensors"

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -60,16 +61,7 @@ class Mirror:
         (self._directory / "blobs").mkdir(parents=True, exist_ok=True)
         with _locked(self._directory / "lock"):
             self._check_room()
-            with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-                tasks = [
-                    pool.submit(self._fetch_file, name, progress, chunk_bytes=chunk_bytes)
-                    for name in self._blobs
-                ]
-                try:
-                    for task in tasks:
-                        task.result()
-                finally:
-                    pool.shutdown(cancel_futures=True)
+            self._fetch_files(progress, chunk_bytes)
             self._publish()
         return self._snapshot
 
@@ -79,18 +71,18 @@ class Mirror:
     def _part(self, name: str) -> Path:
         return self._blob(name).with_suffix(".part")
 
+    def _is_whole(self, name: str) -> bool:
+        blob = self._blob(name)
+        return blob.is_file() and blob.stat().st_size == self._remote.sizes[name]
+
     def _arrived(self, name: str) -> int:
-        for path in (self._blob(name), self._part(name)):
-            if path.is_file():
-                return min(path.stat().st_size, self._remote.sizes[name])
-        return 0
+        if self._is_whole(name):
+            return self._remote.sizes[name]
+        part = self._part(name)
+        return part.stat().st_size if part.is_file() else 0
 
     def _is_complete(self) -> bool:
-        return self._snapshot.is_dir() and all(
-            self._blob(name).is_file() and self._blob(name).stat().st_size == size
-            for name, size in self._remote.sizes.items()
-            if name in self._blobs
-        )
+        return self._snapshot.is_dir() and all(self._is_whole(name) for name in self._blobs)
 
     def _check_room(self) -> None:
         free, wanted = shutil.disk_usage(self._directory).free, self.missing_bytes
@@ -100,15 +92,30 @@ class Mirror:
                 "are free; free some space or set OUTRIDER_CACHE to a larger disk"
             )
 
-    def _fetch_file(self, name: str, progress: _Progress, *, chunk_bytes: int) -> None:
+    def _fetch_files(self, progress: _Progress, chunk_bytes: int) -> None:
+        stopped = threading.Event()
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            waiting = [name for name in self._blobs if not self._is_whole(name)]
+            running = [
+                pool.submit(self._fetch_file, name, progress, chunk_bytes, stopped)
+                for name in waiting
+            ]
+            try:
+                for one in running:
+                    one.result()
+            finally:  # an error or Ctrl-C in one: the others end with the piece they are at
+                stopped.set()
+                pool.shutdown(cancel_futures=True)
+
+    def _fetch_file(
+        self, name: str, progress: _Progress, chunk_bytes: int, stopped: threading.Event
+    ) -> None:
         blob, part, file = self._blob(name), self._part(name), self._remote.listing[name]
-        if blob.is_file() and blob.stat().st_size == file.bytes:
-            return
         with part.open("ab") as target:
             start = target.tell()
             if start > file.bytes:
                 target.truncate(start := 0)
-            while start < file.bytes:
+            while start < file.bytes and not stopped.is_set():
                 piece = self._remote.read(name, start, start + chunk_bytes)
                 if not piece:
                     raise StoreError(
@@ -121,6 +128,8 @@ class Mirror:
                 os.fsync(target.fileno())
                 start += len(piece)
                 progress(len(piece))
+        if stopped.is_set():
+            return
         if not self._remote.is_unchanged(file):
             part.unlink()
             raise StoreError(

@@ -1,10 +1,43 @@
 """What this machine computes in: settled before the work, so that identities hold dtypes and never "auto". No torch."""
 
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 STORED = "stored"
 """The dtype that the verifier's weights are stored in."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine has to hold a model in."""
+
+    ram_bytes: int
+    gpu_bytes: tuple[int, ...]
+    """Memory of each GPU."""
+    native_bf16: bool
+    """Whether the CPU multiplies bf16; else models are computed there in fp32."""
+
+
+def this_machine() -> Machine:
+    """Return this machine's memory, and that of its GPUs as nvidia-smi names it."""
+    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(ram_bytes, _gpu_bytes(), native_bf16())
+
+
+def _gpu_bytes() -> tuple[int, ...]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None or not NVIDIA_DEVICE.exists():
+        return ()
+    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return tuple(int(line) << 20 for line in done.stdout.split())  # MiB
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ()
 
 
 def uses_gpu(device: str) -> bool:

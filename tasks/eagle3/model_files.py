@@ -43,23 +43,23 @@ class LocalFiles:
     """The files of a directory of this machine."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     @property
     def directory(self) -> str:
         """The path."""
-        return str(self._path)
+        return str(self.path)
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Bytes of each file; VerifierError when there is no such directory."""
-        if not self._path.is_dir():
-            raise VerifierError(f"there is no model directory {self._path}; correct verifier.model")
-        return {path.name: path.stat().st_size for path in self._path.iterdir() if path.is_file()}
+        if not self.path.is_dir():
+            raise VerifierError(f"there is no model directory {self.path}; correct verifier.model")
+        return {path.name: path.stat().st_size for path in self.path.iterdir() if path.is_file()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes [start, stop) of a file."""
-        with (self._path / name).open("rb") as file:
+        with (self.path / name).open("rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else stop - start)
 

@@ -96,8 +96,12 @@ class VerifierFacts(BaseModel):
     """Values in all weight files; packed integers of a quantized checkpoint count as stored."""
 
 
-def read_facts(model: Path | ModelFiles) -> VerifierFacts:
+def read_facts(
+    model: Path | ModelFiles, weights: Sequence[WeightFile] | None = None
+) -> VerifierFacts:
     """Return the facts of a checkpoint in a local directory, or wherever its files lie.
+
+    `weights` are the headers of its weight files, when they were read before.
 
     Raises VerifierError when files are missing, short or contradict each other, and when the model's
     head needs a transform that is not implemented here (a wrong head would train a draft on wrong
@@ -108,7 +112,8 @@ def read_facts(model: Path | ModelFiles) -> VerifierFacts:
     config = read_config(files)
     config_path, text = find_text_config(config, directory)
     refuse_head_transforms(config, text)
-    stored = {k: entry for file in read_weight_files(files) for k, entry in file.tensors.items()}
+    weights = read_weight_files(files) if weights is None else weights
+    stored = {key: entry for file in weights for key, entry in file.tensors.items()}
     tensors = {key: entry for key, entry in stored.items() if not _INSIDE_LAYER.search(key)}
     embed_key = _one_match(tensors, "embed_tokens.weight", directory)
     norm_key = _find_norm(tensors, embed_key, directory)

@@ -1,0 +1,87 @@
+"""The verb `inspect`: what is understood of a verifier from its config and weight headers, wherever it lies."""
+
+from dataclasses import asdict
+from typing import Any
+
+from tasks.eagle3.model_files import TOKENIZER_CONFIG_FILE, ModelFiles, read_json_object
+from tasks.eagle3.quantization import read_quantization
+from tasks.eagle3.verifier import VerifierFacts, default_layer_ids, read_facts
+from tasks.eagle3.verifier_config import read_config
+from tasks.eagle3.weight_files import read_weight_files
+from tasks.engine_advice import advise
+from tasks.hardware import Machine, this_machine
+from tasks.verifier_sources import VerifierSettings, open_model, refuse_untrusted
+
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+STATE_BYTES = 2
+"""A captured value is stored in bf16."""
+
+
+def inspect_verifier(settings: VerifierSettings, machine: Machine | None = None) -> dict[str, Any]:
+    """Return what is understood of a verifier, as plain JSON values; its weights are not read.
+
+    `machine` is what the engine is chosen for, by default this one. Raises VerifierError when there is no
+    such model or it cannot be used.
+    """
+    files = open_model(settings)
+    weights = read_weight_files(files)
+    facts = read_facts(files, weights)
+    refuse_untrusted(files, settings)
+    stored = {key: entry for file in weights for key, entry in file.tensors.items()}
+    quantization = read_quantization(read_config(files), facts.text_config, stored)
+    weight_bytes = sum(file.file_bytes for file in weights)
+    keys = {"embedding": facts.embed_key, "final_norm": facts.norm_key, "head": facts.head_key}
+    layers = _default_layers(facts)
+    return {
+        "model": settings.model,
+        "directory": files.directory,
+        "model_type": facts.model_type,
+        "architectures": list(facts.architectures),
+        "config_path": list(facts.config_path),
+        "hidden_size": facts.hidden_size,
+        "num_hidden_layers": facts.num_hidden_layers,
+        "vocab_size": facts.vocab_size,
+        "context_length": facts.max_position_embeddings,
+        "tensors": {
+            name: {
+                "key": key,
+                "file": stored[key].file,
+                "dtype": stored[key].dtype,
+                "shape": list(stored[key].shape),
+            }
+            for name, key in keys.items()
+        },
+        "tied": facts.tied,
+        "head_transform": facts.model_dump(mode="json").get("transform"),
+        "quantization": None if quantization is None else asdict(quantization),
+        "default_layers": layers,
+        "bytes_per_token": (len(layers) + 1) * facts.hidden_size * STATE_BYTES if layers else None,
+        "weight_files": len(weights),
+        "weight_bytes": weight_bytes,
+        "parameters": facts.parameters,
+        "eos_token_ids": list(facts.eos_token_ids),
+        "chat_template": _has_template(files),
+        "recommended": asdict(
+            advise(
+                weight_bytes,
+                facts.parameters,
+                quantized=quantization is not None,
+                machine=machine or this_machine(),
+            )
+        ),
+    }
+
+
+def _default_layers(facts: VerifierFacts) -> list[int]:
+    """Return the layers that are captured unless capture.layers names others; none when there are too few."""
+    try:
+        return default_layer_ids(facts.num_hidden_layers)
+    except ValueError:
+        return []
+
+
+def _has_template(files: ModelFiles) -> bool:
+    if any(name in files.sizes for name in TEMPLATE_FILES):
+        return True
+    there = TOKENIZER_CONFIG_FILE in files.sizes
+    return there and bool(read_json_object(files, TOKENIZER_CONFIG_FILE).get("chat_template"))

@@ -1,0 +1,224 @@
+"""Where a verifier comes from: a directory, a package's GGUF file, a bucket, the hub. Free of Prefect and torch.
+
+`open_model` reads names, sizes and headers where the files lie; `find_model` brings the files to this machine,
+after what can be refused has been refused.
+"""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import quote
+
+from pydantic import Field
+
+from storage import artifacts
+from storage.artifacts import Identity
+from storage.layout import CONVERTED, MIRRORS
+from storage.manifest import digest_file
+from storage.mirror import Mirror
+from storage.remote_files import RemoteFiles
+from storage.store import Store, StoreError
+from tasks.eagle3.model_files import LocalFiles, ModelFiles, VerifierError, small_files
+from tasks.eagle3.remote_code import refuse_remote_code
+from tasks.eagle3.verifier import read_facts
+from tasks.eagle3.weight_files import weight_file_names
+from tasks.progress import ProgressMeter
+from tasks.stage_settings import StageSettings
+
+logger = logging.getLogger(__name__)
+
+CONVERT_VERSION = 1
+PACKAGE_PREFIX = "package://"
+LOCAL_PREFIX = "file://"
+HUB_PREFIX = "hf://"
+
+
+class VerifierSettings(StageSettings):
+    """The model whose drafts are trained."""
+
+    resources: ClassVar[frozenset[str]] = frozenset({"model", "revision"})
+
+    model: str = Field(min_length=1)
+    """A directory, its URL (s3://, gs://, az://), a hub id, a .gguf file or `package://module/file` (a file inside
+    an installed package). What is remote is copied once into this machine's cache."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    trust_remote_code: bool = False
+    """Whether code that the model's files bring along may run."""
+    full_digests: bool = False
+    """Whether every byte of the weights tells models apart: minutes for large ones at each run. Else a sample of each
+    file larger than 1 GiB does."""
+
+
+def cache_directory() -> Path:
+    """Return where this machine keeps converted and copied models: $OUTRIDER_CACHE or ~/.cache/outrider."""
+    found = os.environ.get("OUTRIDER_CACHE") or str(Path.home() / ".cache" / "outrider")
+    if "://" in found:
+        raise VerifierError(
+            f"OUTRIDER_CACHE is {found}; models are loaded from it: name a local directory"
+        )
+    return Path(found).expanduser()
+
+
+def find_model(settings: VerifierSettings) -> Path:
+    """Return the local directory with the model's files, fetching or converting what has to be.
+
+    Raises VerifierError when there is no such model, or it cannot be used: before anything is fetched.
+    """
+    files = open_model(settings)
+    read_facts(files)
+    refuse_untrusted(files, settings)
+    if isinstance(files, LocalFiles):
+        return files.path
+    names = needed_files(files, code=settings.trust_remote_code)
+    if files.directory.startswith(HUB_PREFIX) and not settings.model.startswith(HUB_PREFIX):
+        return _fetch_from_hub(settings, names)
+    return _mirror(files.directory, names)
+
+
+def open_model(settings: VerifierSettings) -> ModelFiles:
+    """Return the model's files where they lie: of a bucket or the hub nothing but a listing is read.
+
+    Raises VerifierError when there is no such model.
+    """
+    source = settings.model
+    if source.startswith(PACKAGE_PREFIX):
+        return _open_path(source, _package_file(source))
+    if "://" in source and not source.startswith(LOCAL_PREFIX):
+        return _open_url(source)
+    path = Path(source.removeprefix(LOCAL_PREFIX)).expanduser()
+    is_path = path.exists() or path.suffix == ".gguf" or source.startswith((".", "/", "~"))
+    if is_path or source.count("/") != 1:
+        return _open_path(source, path)
+    return _open_hub(settings)
+
+
+def refuse_untrusted(files: ModelFiles, settings: VerifierSettings) -> None:
+    """Raise VerifierError when the model needs code of its own files and that is not trusted."""
+    if not settings.trust_remote_code:
+        refuse_remote_code(files)
+
+
+def needed_files(files: ModelFiles, *, code: bool) -> list[str]:
+    """Return the names of the files that a model is loaded from; `code` adds its Python files."""
+    return sorted([*weight_file_names(files), *small_files(files, code=code)])
+
+
+def _open_path(source: str, path: Path) -> LocalFiles:
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise VerifierError(f"verifier.model {source}: there is no file {path}")
+        return LocalFiles(_converted(path))
+    if not path.is_dir():
+        raise VerifierError(
+            f"verifier.model {source!r} is neither a directory, a .gguf file, {PACKAGE_PREFIX}module/file, "
+            "the URL of a directory nor a hub id of the form organization/name; correct the path"
+        )
+    return LocalFiles(path)
+
+
+def _package_file(source: str) -> Path:
+    module, _, name = source.removeprefix(PACKAGE_PREFIX).partition("/")
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or spec.origin is None:
+        raise VerifierError(
+            f"verifier.model {source}: no package {module!r} is installed; install it or give a path"
+        )
+    return Path(spec.origin).parent / name
+
+
+def _converted(gguf: Path) -> Path:
+    """Convert a GGUF file once; the result lies in the machine's cache under the file's digest."""
+    from tasks.stage import build_parts  # noqa: PLC0415 - Prefect, which only this kind of source needs
+
+    store = Store(str(cache_directory()))
+    store.check_writable()
+    wanted = Identity(
+        stage=CONVERTED,
+        version=CONVERT_VERSION,
+        settings={},
+        inputs={"gguf": digest_file(gguf)},
+    )
+    converted = build_parts(
+        store, [wanted], "tasks.jobs.convert_gguf", requests=[{"gguf": str(gguf)}]
+    )
+    if not converted.reused:
+        logger.info("converted %s to safetensors, once, into %s", gguf.name, store.url)
+    directory = artifacts.local_directory(store, converted.parts[0])
+    if directory is None:
+        raise RuntimeError(f"the converted {gguf.name} in {store.url} lies in several attempts")
+    return directory
+
+
+def _open_url(url: str) -> RemoteFiles:
+    try:
+        files = RemoteFiles(url)
+        files.listing  # noqa: B018 - the place is looked at here
+    except (ValueError, FileNotFoundError) as error:
+        raise VerifierError(
+            f"verifier.model {url}: {error}; correct the URL of the model's directory"
+        ) from error
+    return files
+
+
+def _mirror(url: str, names: Iterable[str]) -> Path:
+    mirror = Mirror(RemoteFiles(url), [*names], root=cache_directory() / MIRRORS)
+    meter = ProgressMeter("copy model", mirror.missing_bytes / 1e6, "MB")
+    return mirror.fetch(lambda count: meter.advance(count / 1e6))
+
+
+def _open_hub(settings: VerifierSettings) -> ModelFiles:
+    """Return the files on the hub; without a connection to it, those that its cache has here."""
+    url = f"{HUB_PREFIX}{settings.model}"
+    if settings.revision:
+        url += f"@{quote(settings.revision, safe='')}"
+    try:
+        files = RemoteFiles(url)
+        files.listing  # noqa: B018 - the place is looked at here
+    except (StoreError, FileNotFoundError, ValueError) as error:
+        cached = _cached_snapshot(settings)
+        if cached is None:
+            cause = error.__cause__ if isinstance(error, StoreError) else error
+            raise VerifierError(_not_on_hub(settings, cause or error)) from error
+        logger.info("the hub is not reachable; %s is what its cache has here", settings.model)
+        return LocalFiles(cached)
+    return files
+
+
+def _cached_snapshot(settings: VerifierSettings) -> Path | None:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - half a second that a local model saves
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(settings.model, revision=settings.revision, local_files_only=True)
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _fetch_from_hub(settings: VerifierSettings, names: list[str]) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(
+            snapshot_download(settings.model, revision=settings.revision, allow_patterns=names)
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise VerifierError(_not_on_hub(settings, error)) from error
+
+
+def _not_on_hub(settings: VerifierSettings, error: BaseException) -> str:
+    revision = f" (revision {settings.revision})" if settings.revision else ""
+    cause = (str(error).splitlines() or [""])[0]
+    return (
+        f"verifier.model {settings.model!r}{revision} is no directory here and could not be fetched from the hub "
+        f"({type(error).__name__}: {cause}); correct the name or copy the model here"
+    )

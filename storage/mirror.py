@@ -60,7 +60,7 @@ class Mirror:
             return self._snapshot
         (self._directory / "blobs").mkdir(parents=True, exist_ok=True)
         with _locked(self._directory / "lock"):
-            self._check_room()
+            check_room(self._directory, self.missing_bytes, variable="OUTRIDER_CACHE")
             self._fetch_files(progress, chunk_bytes)
             self._publish()
         return self._snapshot
@@ -83,14 +83,6 @@ class Mirror:
 
     def _is_complete(self) -> bool:
         return self._snapshot.is_dir() and all(self._is_whole(name) for name in self._blobs)
-
-    def _check_room(self) -> None:
-        free, wanted = shutil.disk_usage(self._directory).free, self.missing_bytes
-        if wanted > free:
-            raise StoreError(
-                f"{self._remote.directory} needs {wanted:,} bytes more in {self._directory}, where {free:,} "
-                "are free; free some space or set OUTRIDER_CACHE to a larger disk"
-            )
 
     def _fetch_files(self, progress: _Progress, chunk_bytes: int) -> None:
         stopped = threading.Event()
@@ -151,6 +143,18 @@ class Mirror:
             made.replace(self._snapshot)
         finally:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def check_room(directory: Path, wanted_bytes: int, *, variable: str) -> None:
+    """Raise StoreError when the disk of `directory`, which `variable` names, has less free than is wanted."""
+    while not directory.is_dir():
+        directory = directory.parent
+    free = shutil.disk_usage(directory).free
+    if wanted_bytes > free:
+        raise StoreError(
+            f"the model needs {wanted_bytes:,} bytes more in {directory}, where {free:,} are free; free some "
+            f"space or let {variable} name a directory on a larger disk"
+        )
 
 
 def _blob_name(file: RemoteFile) -> str:

@@ -42,12 +42,7 @@ class RemoteFiles:
 
         StoreError when the place cannot be reached.
         """
-        children = self._call("list", "", lambda: self._filesystem.ls(self._path, detail=True))
-        found = {}
-        for info in children:
-            name = info["name"].rstrip("/").rsplit("/", 1)[-1]
-            if info["type"] == "file" and info["name"].strip("/") != self._path.strip("/"):
-                found[name] = RemoteFile(name, int(info["size"]), _version(info))
+        found = self._list()
         if not found:
             raise FileNotFoundError(f"there are no files in {self.directory}")
         return found
@@ -77,10 +72,16 @@ class RemoteFiles:
 
     def is_unchanged(self, file: RemoteFile) -> bool:
         """Whether the file is there still as the listing found it."""
-        info = self._call(
-            "look up", file.name, lambda: self._filesystem.info(f"{self._path}/{file.name}")
-        )
-        return (int(info["size"]), _version(info)) == (file.bytes, file.version)
+        return self._list().get(file.name) == file
+
+    def _list(self) -> dict[str, RemoteFile]:
+        children = self._call("list", "", lambda: self._filesystem.ls(self._path, detail=True))
+        files = [
+            RemoteFile(info["name"].rsplit("/", 1)[-1], int(info["size"]), _version(info))
+            for info in children
+            if info["type"] == "file" and info["name"].strip("/") != self._path.strip("/")
+        ]
+        return {file.name: file for file in files}
 
     def _call(self, action: str, name: str, function: Any) -> Any:
         place = f"{self.directory}/{name}".rstrip("/")

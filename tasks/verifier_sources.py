@@ -7,7 +7,7 @@ after what can be refused has been refused.
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import quote
@@ -18,10 +18,10 @@ from storage import artifacts
 from storage.artifacts import Identity
 from storage.layout import CONVERTED, MIRRORS
 from storage.manifest import digest_file
-from storage.mirror import Mirror
+from storage.mirror import Mirror, check_room
 from storage.remote_files import RemoteFiles
 from storage.store import Store, StoreError
-from tasks.eagle3.model_files import LocalFiles, ModelFiles, VerifierError, small_files
+from tasks.eagle3.model_files import CONFIG_FILE, LocalFiles, ModelFiles, VerifierError, small_files
 from tasks.eagle3.remote_code import refuse_remote_code
 from tasks.eagle3.verifier import read_facts
 from tasks.eagle3.weight_files import weight_file_names
@@ -74,12 +74,12 @@ def find_model(settings: VerifierSettings) -> Path:
     if isinstance(files, LocalFiles):
         return files.path
     names = needed_files(files, code=settings.trust_remote_code)
-    if files.directory.startswith(HUB_PREFIX) and not settings.model.startswith(HUB_PREFIX):
-        return _fetch_from_hub(settings, names)
-    return _mirror(files.directory, names)
+    if "://" in settings.model:
+        return _mirror(files, names)
+    return _fetch_from_hub(settings, files, names)
 
 
-def open_model(settings: VerifierSettings) -> ModelFiles:
+def open_model(settings: VerifierSettings) -> LocalFiles | RemoteFiles:
     """Return the model's files where they lie: of a bucket or the hub nothing but a listing is read.
 
     Raises VerifierError when there is no such model.
@@ -164,53 +164,70 @@ def _open_url(url: str) -> RemoteFiles:
     return files
 
 
-def _mirror(url: str, names: Iterable[str]) -> Path:
-    mirror = Mirror(RemoteFiles(url), [*names], root=cache_directory() / MIRRORS)
+def _mirror(files: RemoteFiles, names: Sequence[str]) -> Path:
+    mirror = Mirror(files, names, root=cache_directory() / MIRRORS)
     meter = ProgressMeter("copy model", mirror.missing_bytes / 1e6, "MB")
     return mirror.fetch(lambda count: meter.advance(count / 1e6))
 
 
-def _open_hub(settings: VerifierSettings) -> ModelFiles:
+def _open_hub(settings: VerifierSettings) -> LocalFiles | RemoteFiles:
     """Return the files on the hub; without a connection to it, those that its cache has here."""
+    from huggingface_hub import constants  # noqa: PLC0415 - half a second that a local model saves
+
     url = f"{HUB_PREFIX}{settings.model}"
     if settings.revision:
         url += f"@{quote(settings.revision, safe='')}"
     try:
+        if constants.HF_HUB_OFFLINE:
+            raise ConnectionError("HF_HUB_OFFLINE is set")
         files = RemoteFiles(url)
         files.listing  # noqa: B018 - the place is looked at here
-    except (StoreError, FileNotFoundError, ValueError) as error:
+    except (StoreError, OSError, ValueError) as error:
         cached = _cached_snapshot(settings)
         if cached is None:
-            cause = error.__cause__ if isinstance(error, StoreError) else error
-            raise VerifierError(_not_on_hub(settings, cause or error)) from error
-        logger.info("the hub is not reachable; %s is what its cache has here", settings.model)
+            raise VerifierError(_not_on_hub(settings, error.__cause__ or error)) from error
+        logger.info("the hub cannot be asked; its cache here has %s", settings.model)
         return LocalFiles(cached)
     return files
 
 
 def _cached_snapshot(settings: VerifierSettings) -> Path | None:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - half a second that a local model saves
+    """Return the directory of the hub's own cache; which weights are missing there, their index says."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import (  # noqa: PLC0415
         HFValidationError,
         LocalEntryNotFoundError,
     )
 
     try:
-        return Path(
-            snapshot_download(settings.model, revision=settings.revision, local_files_only=True)
+        found = snapshot_download(
+            settings.model,
+            revision=settings.revision,
+            allow_patterns=[CONFIG_FILE],
+            local_files_only=True,
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
+    return Path(found)
 
 
-def _fetch_from_hub(settings: VerifierSettings, names: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
+def _fetch_from_hub(settings: VerifierSettings, files: RemoteFiles, names: list[str]) -> Path:
+    from huggingface_hub import (  # noqa: PLC0415
+        constants,
+        snapshot_download,
+        try_to_load_from_cache,
+    )
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
+    revision = settings.revision
+    missing_bytes = sum(
+        files.sizes[name]
+        for name in names
+        if not isinstance(try_to_load_from_cache(settings.model, name, revision=revision), str)
+    )
+    check_room(Path(constants.HF_HUB_CACHE), missing_bytes, variable="HF_HUB_CACHE")
     try:
-        return Path(
-            snapshot_download(settings.model, revision=settings.revision, allow_patterns=names)
-        )
+        return Path(snapshot_download(settings.model, revision=revision, allow_patterns=names))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise VerifierError(_not_on_hub(settings, error)) from error
 

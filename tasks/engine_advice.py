@@ -29,6 +29,7 @@ def advise(weight_bytes: int, parameters: int, *, quantized: bool, machine: Mach
     as it loads them; vLLM splits each layer and computes on them as they are.
     """
     needed = weight_bytes * HEADROOM
+    owned = len(machine.gpu_bytes) or "none"
     if machine.gpu_bytes:
         gpu, gpus, here = min(machine.gpu_bytes), len(machine.gpu_bytes), "of this machine's"
     else:
@@ -53,7 +54,7 @@ def advise(weight_bytes: int, parameters: int, *, quantized: bool, machine: Mach
         )
     split = 2 ** math.ceil(math.log2(count))  # attention heads are split evenly
     kind = "it is quantized, and " if quantized else ""
-    enough = here if split <= gpus else f"(here are {gpus if machine.gpu_bytes else 'none'})"
+    enough = here if machine.gpu_bytes and split <= gpus else f"(this machine has {owned})"
     return Advice(
         "vllm",
         f"{split} GPUs of {_gb(gpu)} {enough}",

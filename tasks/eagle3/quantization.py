@@ -10,8 +10,11 @@ from tasks.eagle3.weight_files import TensorEntry
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
 # Tensors that only a quantized module has beside, or in the place of, its weight: compressed-tensors
-# (packed, scale), block-wise FP8 (scale_inv), GPTQ and AWQ (qweight), MXFP4 (blocks).
-_QUANTIZED_PART = re.compile(r"[._](weight_packed|weight_scale|weight_scale_inv|qweight|blocks)$")
+# (packed, scale), block-wise FP8 (scale_inv), GPTQ and AWQ (qweight), MXFP4 (blocks), bitsandbytes (absmax).
+_QUANTIZED_PART = re.compile(
+    r"(\.weight_packed|\.weight_scale|\.weight_scale_inv|\.qweight|_blocks|\.weight\.absmax)$"
+)
+_LAST_PART = re.compile(r"(_blocks|_scales|\.weight(\.[^.]+)?|\.(?![^.]*_(blocks|scales)$)[^.]+)$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -35,7 +38,7 @@ def read_quantization(
     modules = {_QUANTIZED_PART.sub("", key) for key in tensors if _QUANTIZED_PART.search(key)}
     if stated is None and not modules:
         return None
-    inside = (e for key, e in tensors.items() if re.sub(r"[._][^.]*$", "", key) in modules)
+    inside = (entry for key, entry in tensors.items() if _LAST_PART.sub("", key) in modules)
     stored_bytes = sum(entry.stop - entry.start for entry in inside)
     patterns = tuple(sorted({_NUMBER.sub("*", module) for module in modules}))
     return Quantization(_scheme(stated or {}), patterns, stored_bytes)

@@ -33,6 +33,7 @@ class RemoteFiles:
     def __init__(self, url: str) -> None:
         self.directory = url.rstrip("/")
         self._filesystem, self._path = open_filesystem(self.directory)
+        self._whole: dict[str, bytes] = {}
         # files of the hub are read through a buffer of megabytes unless told otherwise
         self._unbuffered = self.directory.startswith("hf://")
 
@@ -53,11 +54,18 @@ class RemoteFiles:
         return {name: file.bytes for name, file in self.listing.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of a file by one request, by default all."""
+        """Bytes [start, stop) of a file by one request, by default all; all are kept and not asked for again."""
+        if (start, stop) != (0, None):
+            return self._read(name, start, self.sizes[name] if stop is None else stop)
+        if name not in self._whole:
+            self._whole[name] = self._read(name, 0, self.sizes[name])
+        return self._whole[name]
+
+    def _read(self, name: str, start: int, stop: int) -> bytes:
         options: dict[str, Any] = {}
         if self._unbuffered:
             options = {"cache_type": "none", "size": self.sizes[name]}
-        end = self.sizes[name] if stop is None else min(stop, self.sizes[name])
+        end = min(stop, self.sizes[name])
         if end <= start:
             return b""
         return bytes(

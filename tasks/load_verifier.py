@@ -12,7 +12,7 @@ from storage.store import Store
 from tasks.eagle3.model_files import LocalFiles
 from tasks.eagle3.verifier import VerifierFacts, identity
 from tasks.eagle3.weight_files import weight_file_names
-from tasks.progress import ProgressMeter
+from tasks.progress import count_bytes
 from tasks.stage import StageResult, build_parts, stage_task
 
 VERSION = 1
@@ -61,5 +61,5 @@ def _identity(directory: Path, *, full_digests: bool) -> str:
         return identity(directory)
     files = LocalFiles(directory)
     total_bytes = sum(files.sizes[name] for name in weight_file_names(files))
-    meter = ProgressMeter("digest weights", total_bytes / 1e6, "MB")
-    return identity(directory, full_digests=True, progress=lambda count: meter.advance(count / 1e6))
+    progress = count_bytes("digest weights", total_bytes)
+    return identity(directory, full_digests=True, progress=progress)

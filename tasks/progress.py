@@ -7,7 +7,7 @@ record about once a second with the `Progress` in its `progress` attribute, and 
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -100,6 +100,21 @@ class ProgressMeter:
         if finished or now - self._last_log >= LOG_SECONDS:
             self._last_log = now
             logger.info("%s", progress, extra={"progress": progress})
+
+
+def count_bytes(stage: str, total_bytes: int) -> Callable[[int], None]:
+    """Return what pieces of so many bytes are reported to, from any thread; it is shown in MB."""
+    meter = ProgressMeter(stage, total_bytes / 1e6, "MB")
+    lock = threading.Lock()
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        with lock:  # whole numbers add up to the total, shares of a MB do not
+            done += count
+            meter.set(done / 1e6)
+
+    return advance
 
 
 class Share:

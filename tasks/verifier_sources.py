@@ -25,7 +25,7 @@ from tasks.eagle3.model_files import CONFIG_FILE, LocalFiles, ModelFiles, Verifi
 from tasks.eagle3.remote_code import refuse_remote_code
 from tasks.eagle3.verifier import read_facts
 from tasks.eagle3.weight_files import weight_file_names
-from tasks.progress import ProgressMeter
+from tasks.progress import count_bytes
 from tasks.stage_settings import StageSettings
 
 logger = logging.getLogger(__name__)
@@ -166,8 +166,7 @@ def _open_url(url: str) -> RemoteFiles:
 
 def _mirror(files: RemoteFiles, names: Sequence[str]) -> Path:
     mirror = Mirror(files, names, root=cache_directory() / MIRRORS)
-    meter = ProgressMeter("copy model", mirror.missing_bytes / 1e6, "MB")
-    return mirror.fetch(lambda count: meter.advance(count / 1e6))
+    return mirror.fetch(count_bytes("copy model", mirror.missing_bytes))
 
 
 def _open_hub(settings: VerifierSettings) -> LocalFiles | RemoteFiles:

@@ -20,7 +20,7 @@ class HeadTransform(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     norm: NormKind = "rms"
-    """rms scales by w; rms_plus_one (Gemma, Qwen3.5) by 1 + w; layer (Cohere) takes the mean off first, without a bias."""
+    """rms scales by w; rms_plus_one (Gemma, Qwen3.5) by 1 + w; layer (Cohere) takes the mean off first."""
     logit_scale: float = 1.0
     """Factor of the logits (Cohere's logit_scale, one over Granite's logits_scaling)."""
     logit_softcap: float | None = None
@@ -29,11 +29,13 @@ class HeadTransform(BaseModel):
     @property
     def plain(self) -> bool:
         """Whether the logits are lm_head(norm(x)) with a norm that scales by w."""
-        return self == HeadTransform()
+        return self == PLAIN
 
 
-# The forms of transformers 5.19, by the model_type of the language model's config. Each number is the default of its config
-# class, in force where config.json does not say otherwise.
+PLAIN = HeadTransform()
+
+# The forms of transformers 5.19, by the model_type of the language model's config. Each number is the default of its
+# config class, in force where config.json does not say otherwise.
 _SOFTCAPPED = {"gemma2": 30.0, "vaultgemma": 30.0, "gemma3": None, "gemma3_text": None}
 _MULTIPLIED = {"cohere": ("logit_scale", 0.0625), "cohere2": ("logit_scale", 0.0625),
                "hyperclovax": ("logits_scaling", 1.0)}  # fmt: skip
@@ -49,7 +51,7 @@ _ONE_PLUS_NORMS = frozenset({
 # Model types whose head has a form of its own that is not implemented.
 _OTHER_HEADS = frozenset({
     "cohere2_moe", "cohere_compass", "diffusion_gemma", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text",
-    "gemma4_unified", "gemma4_unified_text", "inkling", "minicpm3", "minimax_m3_vl", "minimax_m3_vl_text", "mpt",
+    "gemma4_unified", "gemma4_unified_text", "inkling", "inkling_text", "minicpm3", "minimax_m3_vl", "minimax_m3_vl_text", "mpt",
     "muse_glimmer", "muse_glimmer_text", "nanochat", "nemotron", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma",
     "step3p5", "step3p7", "t5gemma", "t5gemma2", "xlstm",
 })  # fmt: skip

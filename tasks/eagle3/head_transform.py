@@ -51,9 +51,9 @@ _ONE_PLUS_NORMS = frozenset({
 # Model types whose head has a form of its own that is not implemented.
 _OTHER_HEADS = frozenset({
     "cohere2_moe", "cohere_compass", "diffusion_gemma", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text",
-    "gemma4_unified", "gemma4_unified_text", "inkling", "inkling_text", "minicpm3", "minimax_m3_vl", "minimax_m3_vl_text", "mpt",
-    "muse_glimmer", "muse_glimmer_text", "nanochat", "nemotron", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma",
-    "step3p5", "step3p7", "t5gemma", "t5gemma2", "xlstm",
+    "gemma4_unified", "gemma4_unified_text", "inkling", "inkling_text", "minicpm3", "minimax_m3_vl",
+    "minimax_m3_vl_text", "mpt", "muse_glimmer", "muse_glimmer_text", "nanochat", "nemotron", "qwen4_exp",
+    "qwen4_exp_text", "recurrent_gemma", "step3p5", "step3p7", "t5gemma", "t5gemma2", "xlstm",
 })  # fmt: skip
 
 # Config fields of such transforms, with the value that means "none".

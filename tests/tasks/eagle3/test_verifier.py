@@ -290,10 +290,10 @@ def test_layer_ids_may_reach_from_the_embedding_to_the_last_layers_input():
 
 def test_a_config_that_leaves_fields_to_its_class_gets_its_defaults(tmp_path):
     # as Gemma-3 is published: no vocabulary, no heads, no epsilon
-    text = {"model_type": "gemma3_text", "hidden_size": 4, "num_hidden_layers": 2}
+    text = {"model_type": "gemma3_text", "hidden_size": 8, "num_hidden_layers": 2}
     config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
-    rows = torch.zeros(262208, 4, dtype=torch.bfloat16)
-    norm = {"language_model.model.norm.weight": torch.zeros(4)}
+    rows = torch.zeros(262208, 8, dtype=torch.bfloat16)
+    norm = {"language_model.model.norm.weight": torch.zeros(8)}
     weights = norm | {"language_model.model.embed_tokens.weight": rows}
 
     facts = read_facts(write_model(tmp_path / "m", config | {"text_config": text}, weights))

@@ -5,6 +5,12 @@ from typing import Any
 LABEL_WIDTH = 16
 MODULES_SHOWN = 8
 
+NORMS = {
+    "rms": "RMS norm times w",
+    "rms_plus_one": "RMS norm times 1 + w",
+    "layer": "LayerNorm times w",
+}
+
 
 def render_inspection(found: dict[str, Any]) -> str:
     """Return the text of what inspect_verifier returned."""
@@ -24,7 +30,7 @@ def render_inspection(found: dict[str, Any]) -> str:
         ("embedding", _tensor(found["tensors"]["embedding"])),
         ("final norm", _tensor(found["tensors"]["final_norm"])),
         ("head", "the embedding (tied)" if found["tied"] else _tensor(found["tensors"]["head"])),
-        ("head transform", _transform(found["head_transform"])),
+        ("norm and logits", _transform(found["head_transform"])),
         *_quantization(found["quantization"]),
         *_layers(found),
         (
@@ -44,10 +50,13 @@ def _tensor(tensor: dict[str, Any]) -> str:
     return f"{tensor['key']}  {tensor['dtype']} {tensor['shape']}  in {tensor['file']}"
 
 
-def _transform(transform: Any) -> str:
-    if not isinstance(transform, dict):
-        return "none: logits = head(norm(last state))"
-    return ", ".join(f"{name} {value}" for name, value in transform.items())
+def _transform(transform: dict[str, Any]) -> str:
+    steps = [NORMS[transform["norm"]]]
+    if transform["logit_scale"] != 1.0:
+        steps.append(f"logits times {transform['logit_scale']:g}")
+    if transform["logit_softcap"] is not None:
+        steps.append(f"logits capped at {transform['logit_softcap']:g} by tanh")
+    return "; ".join(steps)
 
 
 def _quantization(found: dict[str, Any] | None) -> list[tuple[str, str]]:

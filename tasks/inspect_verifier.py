@@ -52,7 +52,7 @@ def inspect_verifier(settings: VerifierSettings, machine: Machine | None = None)
             for name, key in keys.items()
         },
         "tied": facts.tied,
-        "head_transform": facts.model_dump(mode="json").get("transform"),
+        "head_transform": facts.transform.model_dump(),
         "quantization": None if quantization is None else asdict(quantization),
         "default_layers": layers,
         "bytes_per_token": (len(layers) + 1) * facts.hidden_size * STATE_BYTES if layers else None,

@@ -15,7 +15,7 @@ from tasks.eagle3.weight_files import weight_file_names
 from tasks.progress import count_bytes
 from tasks.stage import StageResult, build_parts, stage_task
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 8,
     "vocab_size": 96,
     "rms_norm_eps": 1e-5,
+    "num_attention_heads": 4,
     "max_position_embeddings": 512,
     "eos_token_id": 5,
     "tie_word_embeddings": False,

@@ -16,13 +16,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from tasks.eagle3.head_transform import HeadTransform, find_transform
 from tasks.eagle3.model_files import LocalFiles, ModelFiles, VerifierError, open_files
 from tasks.eagle3.verifier_config import (
     eos_token_ids,
     find_text_config,
+    norm_eps,
     read_config,
-    refuse_head_transforms,
     required_number,
+    with_defaults,
     without_incidentals,
 )
 from tasks.eagle3.weight_files import TensorEntry, WeightFile, content_digest, read_weight_files
@@ -78,7 +80,8 @@ class VerifierFacts(BaseModel):
     hidden_size: int
     num_hidden_layers: int
     vocab_size: int
-    rms_norm_eps: float
+    norm_eps: float
+    transform: HeadTransform
     max_position_embeddings: int
     tied: bool
     """Whether the head is the embedding."""
@@ -109,9 +112,9 @@ def read_facts(
     """
     files = open_files(model)
     directory = files.directory
-    config = read_config(files)
+    config = with_defaults(read_config(files))
     config_path, text = find_text_config(config, directory)
-    refuse_head_transforms(config, text)
+    transform = find_transform(config, text)
     weights = read_weight_files(files) if weights is None else weights
     stored = {key: entry for file in weights for key, entry in file.tensors.items()}
     tensors = {key: entry for key, entry in stored.items() if not _INSIDE_LAYER.search(key)}
@@ -133,7 +136,8 @@ def read_facts(
         hidden_size=hidden,
         num_hidden_layers=text["num_hidden_layers"],
         vocab_size=vocab,
-        rms_norm_eps=required_number(text, "rms_norm_eps", directory),
+        norm_eps=norm_eps(text) or required_number(text, "rms_norm_eps", directory),
+        transform=transform,
         max_position_embeddings=required_number(text, "max_position_embeddings", directory),
         tied=head_key == embed_key,
         embed_key=embed_key,

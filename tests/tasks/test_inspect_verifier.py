@@ -84,7 +84,7 @@ def test_a_nested_quantized_checkpoint_is_understood(tmp_path):
             },
         },
         "tied": False,
-        "head_transform": None,
+        "head_transform": {"norm": "rms", "logit_scale": 1.0, "logit_softcap": None},
         "quantization": {
             "scheme": "compressed-tensors pack-quantized, 4 bits int, groups of 32",
             "modules": ("language_model.model.layers.*.mlp.experts.*.up_proj",),
@@ -135,6 +135,17 @@ def test_what_is_not_there_is_said(tmp_path):
         r"^captured +4 layers have no default: name ids in capture", text, re.MULTILINE
     )
     assert re.search(r"^chat template +NONE", text, re.MULTILINE)
+
+
+def test_what_is_done_to_norm_and_logits_is_said(tmp_path):
+    capped = CONFIG | {"model_type": "gemma2", "final_logit_softcapping": 30.0}
+    scaled = CONFIG | {"model_type": "cohere", "logit_scale": 0.0625}
+    for name, config, words in (
+        ("gemma", capped, "RMS norm times 1 + w; logits capped at 30 by tanh"),
+        ("cohere", scaled, "LayerNorm times w; logits times 0.0625"),
+    ):
+        text = render_inspection(inspect(write_checkpoint(tmp_path / name, config)))
+        assert f"\nnorm and logits {words}\n" in text
 
 
 class CountingMemory(fsspec.get_filesystem_class("memory")):

@@ -184,6 +184,8 @@ def _read_header(files: ModelFiles, name: str) -> WeightFile:
 
 def _entry(name: str, value: dict[str, Any], data_start: int) -> TensorEntry:
     start, stop = value["data_offsets"]
+    if not 0 <= start <= stop:
+        raise ValueError(f"data_offsets {start}, {stop} of a {value['dtype']}")
     shape = tuple(int(extent) for extent in value["shape"])
     return TensorEntry(name, str(value["dtype"]), shape, data_start + start, data_start + stop)
 

@@ -38,7 +38,7 @@ def render_inspection(found: dict[str, Any]) -> str:
             f"{_size(found['weight_bytes'])} in {_files(found['weight_files'])}, "
             f"{found['parameters'] / 1e6:,.1f} M stored values",
         ),
-        ("ends a text", ", ".join(map(str, found["eos_token_ids"])) or "no token id is named"),
+        ("ends a text", _ends(found["eos_token_ids"])),
         ("chat template", "there" if found["chat_template"] else "NONE: chats cannot be tokenized"),
         ("engine", f"{found['recommended']['engine']} on {found['recommended']['where']}"),
         ("", found["recommended"]["reason"]),
@@ -88,6 +88,10 @@ def _layers(found: dict[str, Any]) -> list[tuple[str, str]]:
             "values x 2 bytes (bf16)",
         ),
     ]
+
+
+def _ends(ids: list[int]) -> str:
+    return "token " + " or ".join(map(str, ids)) if ids else "NOTHING: no eos_token_id is named"
 
 
 def _files(count: int) -> str:

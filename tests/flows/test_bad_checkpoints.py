@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "remote code": (
         config(model_type="own", auto_map={"AutoConfig": "configuration_own.OwnConfig"}),
-        "model_type own is not part of transformers and needs code of the model's own files",
+        "transformers has no model type 'own'; its code lies beside the weights (configuration_own.OwnConfig)",
     ),
     **{
         f"head quantized by {name}": (

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from pathlib import Path
 
 from storage.backends import TEMPORARY_PREFIX
@@ -88,8 +89,10 @@ class Mirror:
         stopped = threading.Event()
         with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
             waiting = [name for name in self._blobs if not self._is_whole(name)]
-            running = [
-                pool.submit(self._fetch_file, name, progress, chunk_bytes, stopped)
+            running = [  # in the caller's context: what they log is the caller's
+                pool.submit(
+                    copy_context().run, self._fetch_file, name, progress, chunk_bytes, stopped
+                )
                 for name in waiting
             ]
             try:

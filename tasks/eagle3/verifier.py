@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +174,11 @@ def identity(
 
     found = read_weight_files(files)
     with ThreadPoolExecutor(DIGEST_THREADS) as pool:
+        # in the caller's context: the progress they report is logged as the caller's
+        digests = [pool.submit(copy_context().run, digest, file) for file in found]
         weights = {
-            file.name: [file.file_bytes, file.header_digest, *content]
-            for file, content in zip(found, pool.map(digest, found), strict=True)
+            file.name: [file.file_bytes, file.header_digest, *content.result()]
+            for file, content in zip(found, digests, strict=True)
         }
     code = sorted(name for name in files.sizes if name.endswith(".py"))
     others = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from storage import retries
@@ -28,6 +27,8 @@ class RemoteFiles:
 
     Raises:
         ValueError: the URL is of an unknown kind, or its file system is not installed.
+        FileNotFoundError: there is no such directory, or no file in it.
+        StoreError: the place cannot be reached.
     """
 
     def __init__(self, url: str) -> None:
@@ -36,22 +37,12 @@ class RemoteFiles:
         self._whole: dict[str, bytes] = {}
         # files of the hub are read through a buffer of megabytes unless told otherwise
         self._unbuffered = self.directory.startswith("hf://")
-
-    @cached_property
-    def listing(self) -> Mapping[str, RemoteFile]:
-        """Each file by its name; FileNotFoundError when there is no such directory, or nothing in it.
-
-        StoreError when the place cannot be reached.
-        """
-        found = self._list()
-        if not found:
-            raise FileNotFoundError(f"there are no files in {self.directory}")
-        return found
-
-    @cached_property
-    def sizes(self) -> Mapping[str, int]:
+        self.listing: Mapping[str, RemoteFile] = self._list()
+        """Each file by its name."""
+        self.sizes: Mapping[str, int] = {name: file.bytes for name, file in self.listing.items()}
         """Bytes of each file, by name."""
-        return {name: file.bytes for name, file in self.listing.items()}
+        if not self.listing:
+            raise FileNotFoundError(f"there are no files in {self.directory}")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes [start, stop) of a file by one request, by default all; all are kept and not asked for again."""

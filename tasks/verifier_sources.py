@@ -155,13 +155,11 @@ def _converted(gguf: Path) -> Path:
 
 def _open_url(url: str) -> RemoteFiles:
     try:
-        files = RemoteFiles(url)
-        files.listing  # noqa: B018 - the place is looked at here
+        return RemoteFiles(url)
     except (ValueError, FileNotFoundError) as error:
         raise VerifierError(
             f"verifier.model {url}: {error}; correct the URL of the model's directory"
         ) from error
-    return files
 
 
 def _mirror(files: RemoteFiles, names: Sequence[str]) -> Path:
@@ -179,15 +177,13 @@ def _open_hub(settings: VerifierSettings) -> LocalFiles | RemoteFiles:
     try:
         if constants.HF_HUB_OFFLINE:
             raise ConnectionError("HF_HUB_OFFLINE is set")
-        files = RemoteFiles(url)
-        files.listing  # noqa: B018 - the place is looked at here
+        return RemoteFiles(url)
     except (StoreError, OSError, ValueError) as error:
         cached = _cached_snapshot(settings)
         if cached is None:
             raise VerifierError(_not_on_hub(settings, error.__cause__ or error)) from error
         logger.info("the hub cannot be asked; its cache here has %s", settings.model)
         return LocalFiles(cached)
-    return files
 
 
 def _cached_snapshot(settings: VerifierSettings) -> Path | None:

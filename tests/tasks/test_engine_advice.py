@@ -1,3 +1,6 @@
+import os
+
+import psutil
 import pytest
 
 from tasks.engine_advice import advise
@@ -47,5 +50,15 @@ def test_the_reason_is_the_memory_it_takes():
     )
 
 
-def test_this_machine_has_memory():
-    assert this_machine().ram_bytes > 1 << 30
+def test_this_machine_is_known_by_its_ram_and_by_what_nvidia_smi_says(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for script, gpus in (
+        ("echo 143771; echo 97871", (143771 << 20, 97871 << 20)),
+        ("echo no driver; exit 9", ()),
+    ):
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+
+        assert this_machine().gpu_bytes == gpus
+    assert this_machine().ram_bytes == psutil.virtual_memory().total

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli import main
 from storage.store import Store
 from tasks.eagle3.verifier import VerifierError, identity, read_facts
 from tasks.verifier_sources import VerifierSettings, find_model
@@ -21,7 +22,7 @@ from tests.storage.conftest import (  # noqa: F401 - fixtures
     s3_store,
 )
 from tests.synthetic_checkpoints import CONFIG, PLAIN, write_checkpoint, write_weights
-from tests.tiny_runs import ROOT, environment, outrider
+from tests.tiny_runs import ROOT, environment, outrider, write_chats, write_settings
 
 NEEDED = {
     "config.json",
@@ -101,6 +102,35 @@ def test_a_model_that_cannot_be_used_is_refused_before_it_is_copied(bucket, cach
     with pytest.raises(VerifierError, match=r"s3://.*shape \[96, 64\], the config says \[97, 64\]"):
         find_model(VerifierSettings(model=f"{bucket.url}/model"))
     assert not cache.exists()
+
+
+@pytest.mark.slow
+def test_a_model_that_moves_into_a_bucket_keeps_every_artifact(
+    s3_store,  # noqa: F811
+    tmp_path,
+    cache,
+    capsys,
+):
+    from tests.tiny_models import make_llama
+
+    local = make_llama(tmp_path / "verifier")
+    for path in local.iterdir():
+        s3_store.write_bytes(f"model/{path.name}", path.read_bytes())
+    values = {
+        "name": "moved",
+        "vocab": {"draft_size": 128},
+        "store": str(tmp_path / "store"),
+        "data": {"sources": [str(write_chats(tmp_path / "chats.jsonl", range(6)))]},
+    }
+    figures = []
+    for model in (str(local), f"{s3_store.url}/model"):
+        file = write_settings(values | {"verifier": {"model": model}}, tmp_path / "settings.yaml")
+        assert main(["estimate", str(file), "--json"]) == 0
+        figures.append(json.loads(capsys.readouterr().out) | {"free_bytes": None})
+        made = sorted((tmp_path / "store").glob("*/*/manifest.json"))
+
+    assert figures[0] == figures[1]
+    assert [path.parts[-3] for path in made] == ["conversations", "samples", "verifier"]
 
 
 @pytest.mark.parametrize("url", ["s3://outrider-tests/none", "memory://none"])

@@ -25,7 +25,9 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
     store = Store(settings.store)
     store.check_writable()
     directory = str(find_model(settings.verifier))
-    verifier = open_verifier(store, directory, call(load_verifier, store, directory).parts[0])
+    trusted = settings.verifier.trust_remote_code
+    loaded = call(load_verifier, store, directory, trust_remote_code=trusted)
+    verifier = open_verifier(store, directory, loaded.parts[0], trust_remote_code=trusted)
     draft_size = check_draft_size(settings.vocab, verifier.facts.vocab_size)
     conversations = call(collect, store, settings.data)
     written: StageResult | None = conversations

@@ -76,8 +76,9 @@ def _rebuilding(run: RunRecord, store: Store, settings: PipelineSettings) -> dic
 
 def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[str, Any]:
     directory = str(fetch_model.submit(settings.verifier).result())
-    loaded = run.stage(load_verifier, store, directory)
-    verifier = open_verifier(store, directory, loaded.parts[0])
+    trusted = settings.verifier.trust_remote_code
+    loaded = run.stage(load_verifier, store, directory, trust_remote_code=trusted)
+    verifier = open_verifier(store, directory, loaded.parts[0], trust_remote_code=trusted)
     check_draft_size(settings.vocab, verifier.facts.vocab_size)
     layer_ids = settings.capture.layer_ids(verifier.facts.num_hidden_layers)
 

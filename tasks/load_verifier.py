@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -37,7 +37,7 @@ class VerifierSettings(StageSettings):
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     trust_remote_code: bool = False
-    """Whether code that the model's files bring along may run."""
+    """Whether code that the model's files bring along may run; it does only where transformers has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Verifier:
     directory: str
     facts: VerifierFacts
     manifest: Manifest
+    trust_remote_code: bool = False
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What a child process needs to load model and tokenizer, as a request's part."""
+        return {"directory": self.directory, "trust_remote_code": self.trust_remote_code}
 
     @property
     def identity(self) -> str:
@@ -82,21 +88,28 @@ def find_model(settings: VerifierSettings) -> Path:
 
 
 @stage_task
-def load_verifier(store: Store, directory: str) -> StageResult:
-    """Read a verifier's facts and its embedding, final norm and head: never more of it."""
+def load_verifier(store: Store, directory: str, *, trust_remote_code: bool = False) -> StageResult:
+    """Read a verifier's facts and its embedding, final norm and head: never more of it.
+
+    What was read while code was trusted is read anew once it is not: then it may be refused.
+    """
+    request = {"directory": directory, "trust_remote_code": trust_remote_code}
     wanted = Identity(
-        stage=VERIFIER, version=VERSION, settings={}, inputs={"model": identity(Path(directory))}
+        stage=VERIFIER,
+        version=VERSION,
+        settings={"trust_remote_code": True} if trust_remote_code else {},
+        inputs={"model": identity(Path(directory))},
     )
-    return build_parts(
-        store, [wanted], "tasks.jobs.load_verifier", requests=[{"directory": directory}]
-    )
+    return build_parts(store, [wanted], "tasks.jobs.load_verifier", requests=[request])
 
 
-def open_verifier(store: Store, directory: str, manifest: Manifest) -> Verifier:
+def open_verifier(
+    store: Store, directory: str, manifest: Manifest, *, trust_remote_code: bool = False
+) -> Verifier:
     """Return the verifier that load_verifier published."""
     with artifacts.open_file(store, manifest, FACTS_FILE) as path:
         facts = VerifierFacts.model_validate(json.loads(path.read_text())["facts"])
-    return Verifier(directory=directory, facts=facts, manifest=manifest)
+    return Verifier(directory, facts, manifest, trust_remote_code)
 
 
 def _package_file(source: str) -> Path:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from tasks.eagle3.draft_settings import DraftSettings
+from tasks.eagle3.verifier_config import norm_eps
 
 __all__ = [
     "LOSS_NAMES",
@@ -77,7 +78,7 @@ def draft_config(
         intermediate_size=_intermediate_size(text_config, settings),
         hidden_act=text_config.get("hidden_act") or text_config["hidden_activation"],
         max_position_embeddings=int(text_config["max_position_embeddings"]),
-        rms_norm_eps=float(text_config["rms_norm_eps"]),
+        rms_norm_eps=norm_eps(text_config),
         initializer_range=float(text_config.get("initializer_range") or 0.02),
         rope_parameters=_rope_parameters(text_config, head_dim=widths["head_dim"]),
         attention_bias=False,
@@ -119,11 +120,12 @@ def build_draft(
     t2d: Tensor,
     d2t: Tensor,
     seed: int,
+    logit_scale: float = 1.0,
 ) -> Eagle3DraftModel:
     """A draft in fp32 around the verifier's own tensors, its trainable part drawn from `seed`.
 
     `embed` [V, H], `norm` [H] (the final norm), `head` [V, H], `t2d` [V] bool, `d2t` [D] offsets
-    (target_id = draft_id + d2t[draft_id]). Both heads become `head[t2d]` and are frozen.
+    (target_id = draft_id + d2t[draft_id]). Both heads become `head[t2d] * logit_scale` and are frozen.
     The global random state is left as it was.
     """
     layer_config = config.transformer_layer_config
@@ -132,7 +134,7 @@ def build_draft(
     with torch.random.fork_rng(devices=[]):
         model: Eagle3DraftModel = Eagle3DraftModel(config).float()  # type: ignore[no-untyped-call]
     model.load_vocab_mappings(t2d.to(torch.bool), d2t.to(torch.long))
-    draft_head = head[t2d.to(head.device, torch.bool)].to(torch.float32)  # [D, H]
+    draft_head = head[t2d.to(head.device, torch.bool)].to(torch.float32) * logit_scale  # [D, H]
     with torch.no_grad():
         model.embed_tokens.weight.copy_(embed)
         model.lm_head.weight.copy_(draft_head)

@@ -27,7 +27,7 @@ ATTENTION = "outrider_slots"
 """Name under which `slot_attention` and `slot_mask` are known to transformers."""
 
 Visibility = Callable[[Any, Any, Any, Any], Any]
-"""(row, head, place of the query, place of the key) -> whether it is seen; of tensors that broadcast to [B, 1, Q, S]."""
+"""(row, head, place of the query, place of the key) -> whether it is seen; tensors that broadcast to [B, 1, Q, S]."""
 
 FOLDED_QUERIES = 32
 """Up to this many new tokens a row, query heads of one key head are folded into the queries."""

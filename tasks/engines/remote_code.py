@@ -19,11 +19,10 @@ WAY_OUT = (
 
 def is_native(model_type: str) -> bool:
     """Whether transformers has a config class of its own for the model type."""
-    from transformers.models.auto.configuration_auto import (  # noqa: PLC0415 - seconds to import
-        CONFIG_MAPPING_NAMES,  # type: ignore[attr-defined]
-    )
+    from transformers.models.auto import configuration_auto  # noqa: PLC0415 - seconds to import
 
-    return SAME_MODEL.get(model_type, model_type) in CONFIG_MAPPING_NAMES
+    auto: Any = configuration_auto
+    return SAME_MODEL.get(model_type, model_type) in auto.CONFIG_MAPPING_NAMES
 
 
 def admit(directory: Path, *, trusted: bool) -> None:

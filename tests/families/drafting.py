@@ -1,9 +1,7 @@
 """A draft around a tiny verifier, the verifier's states of some texts, and the training of the one on the other."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,32 +14,33 @@ from tasks.eagle3.draft import (
     draft_config,
     trainable_parameters,
 )
+from tasks.eagle3.head import VerifierHead
+from tasks.eagle3.head_transform import HeadTransform
 from tasks.eagle3.hidden_states import StateHooks
 from tasks.eagle3.training_step import training_forward
-from tasks.eagle3.verifier_config import find_text_config
+from tasks.eagle3.verifier import VerifierFacts
 from tests.tiny_models import VOCAB_SIZE
 
 LAYER_IDS = (1, 3, 4)
 TTT_STEPS = 3
 
 
-def make_draft(directory: Path, *, embed: Any, norm: Any, head: Any) -> Eagle3DraftModel:
-    """An untrained draft with the whole vocabulary, from the checkpoint's own config as it is written."""
-    config = json.loads((directory / "config.json").read_text())
-    _, text_config = find_text_config(config, directory)
+def make_draft(directory: Path, facts: VerifierFacts, head: VerifierHead) -> Eagle3DraftModel:
+    """An untrained draft with the verifier's whole vocabulary."""
     return build_draft(
         draft_config(
-            text_config,
+            facts.text_config,
             draft_vocab_size=VOCAB_SIZE,
             layer_ids=LAYER_IDS,
             settings=DraftSettings(norm_before_fc=True),
             verifier_name_or_path=str(directory),
-            verifier_architectures=config["architectures"],
+            verifier_architectures=facts.architectures,
             draft_tokens=TTT_STEPS,
         ),
-        embed=embed,
-        norm=norm,
-        head=head,
+        embed=head.embed,
+        norm=head.gain,
+        head=head.head,
+        logit_scale=head.transform.logit_scale,
         t2d=torch.ones(VOCAB_SIZE, dtype=torch.bool),
         d2t=torch.zeros(VOCAB_SIZE, dtype=torch.long),
         seed=6,
@@ -67,14 +66,13 @@ def states_of(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> PackedB
     return pack(samples)
 
 
-def train(draft: Eagle3DraftModel, batch: PackedBatch, *, steps: int) -> list[float]:
-    """Train by the product's own step; return the losses."""
+def train(
+    draft: Eagle3DraftModel, batch: PackedBatch, transform: HeadTransform, *, steps: int
+) -> None:
+    """Train by the product's own step."""
     optimizer = torch.optim.Adam(trainable_parameters(draft).values(), lr=5e-3)
-    losses = []
     for _ in range(steps):
-        loss = training_forward(draft, batch, ttt_steps=TTT_STEPS).loss
+        loss = training_forward(draft, batch, ttt_steps=TTT_STEPS, transform=transform).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses

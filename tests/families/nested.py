@@ -1,12 +1,14 @@
 """Builders of families whose language model lies inside a composite one, beside towers that are not loaded."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Llama4ForCausalLM,
     Llama4TextConfig,
     Ministral3Config,
@@ -22,6 +24,7 @@ from tests.families.checkpoints import (
     SIZES,
     WINDOW,
     nest_config,
+    rewrite_config,
     rewrite_weights,
     save_checkpoint,
 )
@@ -92,7 +95,15 @@ def build_gemma3(directory: Path) -> PreTrainedModel:
         "vision_config": VISION,
     }
     nest_config(directory, top)
+    rewrite_config(directory, _without_defaults)
     return model
+
+
+def _without_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a Gemma-3 config what is as in its class, as published ones do."""
+    defaults = Gemma3TextConfig().to_dict()
+    text = {k: v for k, v in config["text_config"].items() if k not in defaults or defaults[k] != v}
+    return config | {"text_config": text}
 
 
 def build_mistral3(directory: Path) -> PreTrainedModel:

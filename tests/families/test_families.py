@@ -1,6 +1,5 @@
 """Every family goes the whole way: facts, states, a training step, the speculator, and its own greedy text."""
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +18,12 @@ from tasks.eagle3.head import VerifierHead, read_head
 from tasks.eagle3.hidden_states import check_states
 from tasks.eagle3.speculative import speculative_greedy
 from tasks.eagle3.training_step import training_forward
-from tasks.eagle3.verifier import VerifierError, read_facts
+from tasks.eagle3.verifier import VerifierFacts, read_facts
 from tasks.engines.transformers import CaptureEngine, load_verifier_model
+from tasks.jobs.export import FROM_VERIFIER, compare
 from tests.families.checkpoints import HIDDEN, LAYERS
 from tests.families.drafting import LAYER_IDS, TTT_STEPS, make_draft, states_of, train
-from tests.families.table import FAMILIES, WAITING, WORKING, Family
+from tests.families.table import WORKING, Family
 from tests.tiny_models import EOS_ID, VOCAB_SIZE
 
 NEW_TOKENS = 20
@@ -43,8 +43,12 @@ class Checkpoint:
         return load_verifier_model(self.directory, trust_remote_code=self.family.trust_remote_code)
 
     @cached_property
+    def facts(self) -> VerifierFacts:
+        return read_facts(self.directory)
+
+    @cached_property
     def head(self) -> VerifierHead:
-        return read_head(self.directory, read_facts(self.directory))
+        return read_head(self.directory, self.facts)
 
     @cached_property
     def texts(self) -> list[list[int]]:
@@ -52,23 +56,16 @@ class Checkpoint:
         return [greedy_alone(self.original, prompt) for prompt in PROMPTS]
 
     def draft(self) -> Eagle3DraftModel:
-        head = self.head
-        return make_draft(self.directory, embed=head.embed, norm=head.norm, head=head.head)
+        return make_draft(self.directory, self.facts, self.head)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=WORKING, ids=lambda family: family.name)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:
     family: Family = request.param
     directory = tmp_path_factory.mktemp("family")
     return Checkpoint(family, directory, family.build(directory))
-
-
-def families(chosen: tuple[Family, ...]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "checkpoint", chosen, ids=[family.name for family in chosen], indirect=True
-    )
 
 
 def greedy_alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
@@ -83,9 +80,8 @@ def greedy_alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-@families(WORKING)
 def test_the_facts_are_those_of_the_language_model(checkpoint: Checkpoint) -> None:
-    facts = read_facts(checkpoint.directory)
+    facts = checkpoint.facts
 
     assert (facts.hidden_size, facts.num_hidden_layers) == (HIDDEN, LAYERS)
     assert (facts.vocab_size, facts.max_position_embeddings) == (VOCAB_SIZE, 512)
@@ -95,7 +91,6 @@ def test_the_facts_are_those_of_the_language_model(checkpoint: Checkpoint) -> No
     assert torch.equal(checkpoint.head.embed, embedding)
 
 
-@families(WORKING)
 def test_the_loaded_model_is_the_one_that_was_saved(checkpoint: Checkpoint) -> None:
     ids = torch.tensor([PROMPTS[2] + checkpoint.texts[2]])
     with torch.inference_mode():
@@ -103,7 +98,6 @@ def test_the_loaded_model_is_the_one_that_was_saved(checkpoint: Checkpoint) -> N
         torch.testing.assert_close(checkpoint.model(ids).logits, expected, rtol=0, atol=1e-5)
 
 
-@families(WORKING)
 def test_captured_states_pass_the_canary_of_the_saved_model(checkpoint: Checkpoint) -> None:
     samples = [[*p, *t] for p, t in zip(PROMPTS, checkpoint.texts, strict=True)]
     engine = CaptureEngine(checkpoint.model, LAYER_IDS, store_dtype=torch.float32)
@@ -118,12 +112,12 @@ def test_captured_states_pass_the_canary_of_the_saved_model(checkpoint: Checkpoi
         assert max(score.aux_error) < 1e-4
 
 
-@families(WORKING)
 def test_a_training_step_reaches_every_trainable_tensor(checkpoint: Checkpoint) -> None:
     draft = checkpoint.draft()
     batch = states_of(checkpoint.model, [PROMPTS[2] + checkpoint.texts[2]])
 
-    loss = training_forward(draft, batch, ttt_steps=TTT_STEPS).loss
+    transform = checkpoint.head.transform
+    loss = training_forward(draft, batch, ttt_steps=TTT_STEPS, transform=transform).loss
     loss.backward()
 
     assert torch.isfinite(loss)
@@ -133,7 +127,6 @@ def test_a_training_step_reaches_every_trainable_tensor(checkpoint: Checkpoint) 
         assert weight.grad.abs().max() > 0, name
 
 
-@families(WORKING)
 def test_the_speculator_comes_back_from_its_file_as_it_was(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
@@ -142,27 +135,18 @@ def test_the_speculator_comes_back_from_its_file_as_it_was(
 
     loaded = load_speculator(tmp_path)
 
-    expected, actual = draft.state_dict(), loaded.state_dict()
-    assert expected.keys() == actual.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
+    plain = checkpoint.head.transform.plain
+    compared = compare(draft, loaded, dtype=torch.float32, plain_head=plain)
+    assert compared == len(draft.state_dict()) - (0 if plain else len(FROM_VERIFIER))
 
 
-@families(FAMILIES)
 def test_speculative_decoding_writes_the_verifiers_own_text(checkpoint: Checkpoint) -> None:
-    if checkpoint.family.refused:  # its head cannot be read yet, but its layers can already run
-        model = checkpoint.original
-        parts = model.get_input_embeddings().weight, model.get_decoder().norm.weight
-        embed, norm = (part.detach() for part in parts)
-        head = model.get_output_embeddings().weight.detach()
-        draft = make_draft(checkpoint.directory, embed=embed, norm=norm, head=head)
-    else:
-        model, draft = checkpoint.model, checkpoint.draft()
+    draft = checkpoint.draft()
     whole = [[*p, *t] for p, t in zip(PROMPTS, checkpoint.texts, strict=True)]
-    train(draft, states_of(model, whole), steps=40)
+    train(draft, states_of(checkpoint.model, whole), checkpoint.head.transform, steps=40)
 
     decoded = speculative_greedy(
-        model,
+        checkpoint.model,
         draft.eval(),
         PROMPTS,
         layer_ids=LAYER_IDS,
@@ -177,11 +161,3 @@ def test_speculative_decoding_writes_the_verifiers_own_text(checkpoint: Checkpoi
     assert 0 in accepted
     assert len(accepted) > 1
     assert len({token for text in checkpoint.texts for token in text}) > 12
-
-
-@families(WAITING)
-def test_a_family_that_does_not_work_is_refused_before_anything_is_loaded(
-    checkpoint: Checkpoint,
-) -> None:
-    with pytest.raises(VerifierError, match=re.escape(checkpoint.family.refused)):
-        read_facts(checkpoint.directory)

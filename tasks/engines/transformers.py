@@ -89,6 +89,8 @@ def load_verifier_model(
             f"{directory}: {len(missing)} weights of {type(model).__name__} are not in the checkpoint "
             f"(first: {missing[0]}); it would run with random ones"
         )
+    if dtype == torch.float32:
+        nn.Module.float(model)  # unpacked INT4 experts come in the dtype of their scales
     model.requires_grad_(requires_grad=False)
     return model.eval()
 

@@ -30,6 +30,7 @@ from tests.families.checkpoints import (
 )
 from tests.families.dense import gemma3_config
 from tests.families.experts import deepseek_config
+from tests.families.int4 import round_experts, store_packed
 
 VISION = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
@@ -41,6 +42,21 @@ def tower(*keys: str) -> dict[str, Tensor]:
 
 def build_kimi_k25(directory: Path) -> PreTrainedModel:
     model = save_checkpoint(DeepseekV3ForCausalLM(deepseek_config()), directory)
+    _as_kimi_k25(directory)
+    return model
+
+
+def build_kimi_k25_int4(directory: Path) -> PreTrainedModel:
+    """The model returned has the experts that INT4 leaves, in plain fp32."""
+    save_checkpoint(DeepseekV3ForCausalLM(deepseek_config()), directory)
+    packed = round_experts(directory)
+    model = DeepseekV3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    store_packed(directory, packed)
+    _as_kimi_k25(directory)
+    return model.eval()
+
+
+def _as_kimi_k25(directory: Path) -> None:
     rewrite_weights(
         directory,
         lambda key: f"language_model.{key}",
@@ -54,7 +70,6 @@ def build_kimi_k25(directory: Path) -> PreTrainedModel:
     }
     # as published; transformers' own class of that name takes it for deepseek_v3
     nest_config(directory, top, model_type="kimi_k2")
-    return model
 
 
 def build_qwen3_5(directory: Path) -> PreTrainedModel:

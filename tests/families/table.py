@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -23,8 +24,23 @@ class Family:
     """What sets it apart for a draft, in words."""
     tied: bool = False
     trust_remote_code: bool = False
+    package: str = ""
+    """What has to be installed besides."""
     waits: str = ""
     """What it waits for; empty when it works."""
+
+
+@dataclass(frozen=True)
+class RefusedFamily:
+    """One family that `read_facts` refuses by its config alone."""
+
+    name: str
+    examples: str
+    why: str
+    config: dict[str, Any]
+    """What of config.json decides it."""
+    error: str
+    """Part of the error's text."""
 
 
 FAMILIES = (
@@ -58,6 +74,14 @@ FAMILIES = (
         "Kimi-K2.5 / K2.6",
         "`language_model.model.*`",
         "latent attention, experts",
+    ),
+    Family(
+        "Kimi-K2.5 INT4",
+        nested.build_kimi_k25_int4,
+        "Kimi-K2.5 as published",
+        "`language_model.model.*`",
+        "experts packed by compressed-tensors, unpacked on loading",
+        package="compressed_tensors",
     ),
     Family(
         "GLM-MoE",
@@ -154,3 +178,36 @@ FAMILIES = (
 """To switch a waiting family on, remove its `waits`: all tests then run on it."""
 
 WORKING = tuple(family for family in FAMILIES if not family.waits)
+
+OWN_FORM = "its norm or logits have a form of their own"
+
+REFUSED = (
+    RefusedFamily(
+        "Gemma 3n, Gemma 4",
+        "Gemma 3n E4B, Gemma 4 31B",
+        "its norms and embeddings have forms of their own",
+        {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}},
+        OWN_FORM,
+    ),
+    RefusedFamily(
+        "MiniCPM",
+        "MiniCPM3 4B",
+        "the last state is divided before the head",
+        {"model_type": "minicpm3"},
+        OWN_FORM,
+    ),
+    RefusedFamily(
+        "Nemotron",
+        "Nemotron-4, Minitron",
+        "a LayerNorm with a bias that scales by 1 + w",
+        {"model_type": "nemotron"},
+        OWN_FORM,
+    ),
+    RefusedFamily(
+        "Others whose logits are scaled or capped",
+        "fine-tunes with such a field in config.json",
+        "only the forms of the families above are known",
+        {"model_type": "llama", "output_multiplier": 0.5},
+        "transforms its logits in a way that is not known",
+    ),
+)

@@ -1,5 +1,6 @@
 """Every family goes the whole way: facts, states, a training step, the speculator, and its own greedy text."""
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +19,13 @@ from tasks.eagle3.head import VerifierHead, read_head
 from tasks.eagle3.hidden_states import check_states
 from tasks.eagle3.speculative import speculative_greedy
 from tasks.eagle3.training_step import training_forward
-from tasks.eagle3.verifier import VerifierFacts, read_facts
+from tasks.eagle3.verifier import VerifierError, VerifierFacts, read_facts
 from tasks.engines.transformers import CaptureEngine, load_verifier_model
 from tasks.jobs.export import FROM_VERIFIER, compare
-from tests.families.checkpoints import HIDDEN, LAYERS
+from tests.families.checkpoints import HIDDEN, LAYERS, SIZES
 from tests.families.drafting import LAYER_IDS, TTT_STEPS, make_draft, states_of, train
-from tests.families.table import WORKING, Family
+from tests.families.readme import README, with_table
+from tests.families.table import REFUSED, WORKING, Family, RefusedFamily
 from tests.tiny_models import EOS_ID, VOCAB_SIZE
 
 NEW_TOKENS = 20
@@ -64,6 +66,8 @@ def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:
     family: Family = request.param
+    if family.package:
+        pytest.importorskip(family.package)
     directory = tmp_path_factory.mktemp("family")
     return Checkpoint(family, directory, family.build(directory))
 
@@ -161,3 +165,22 @@ def test_speculative_decoding_writes_the_verifiers_own_text(checkpoint: Checkpoi
     assert 0 in accepted
     assert len(accepted) > 1
     assert len({token for text in checkpoint.texts for token in text}) > 12
+
+
+@pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
+def test_a_family_without_a_known_head_is_refused_by_its_config_alone(
+    family: RefusedFamily, tmp_path: Path
+) -> None:
+    sizes = SIZES | {"rms_norm_eps": 1e-6}
+    inner = {"text_config": sizes | family.config.get("text_config", {})}
+    nested = "text_config" in family.config
+    config = family.config | inner if nested else sizes | family.config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(VerifierError, match=family.error):
+        read_facts(tmp_path)
+
+
+def test_the_readme_has_the_table_of_families() -> None:
+    text = README.read_text()
+    assert text == with_table(text), "run make docs"

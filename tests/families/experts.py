@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.families import fp8, mxfp4
 from tests.families.checkpoints import (
     HIDDEN,
     LAYERS,
@@ -61,6 +62,15 @@ def build_deepseek_v3(directory: Path) -> PreTrainedModel:
     model = save_checkpoint(DeepseekV3ForCausalLM(deepseek_config()), directory)
     _add_prediction_layer(directory)
     return model
+
+
+def build_deepseek_v3_fp8(directory: Path) -> PreTrainedModel:
+    """The model returned has the weights that fp8 leaves, in fp32."""
+    save_checkpoint(DeepseekV3ForCausalLM(deepseek_config()), directory)
+    published = fp8.round_weights(directory)
+    model = DeepseekV3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    fp8.store_published(directory, published)
+    return model.eval()
 
 
 def build_kimi_k2(directory: Path) -> PreTrainedModel:
@@ -109,6 +119,15 @@ def build_gpt_oss(directory: Path) -> PreTrainedModel:
         **SIZES, head_dim=16, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
     )
     return save_checkpoint(GptOssForCausalLM(config), directory)
+
+
+def build_gpt_oss_mxfp4(directory: Path) -> PreTrainedModel:
+    """The model returned has the experts that MXFP4 leaves, in fp32."""
+    build_gpt_oss(directory)
+    packed = mxfp4.round_experts(directory)
+    model = GptOssForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    mxfp4.store_packed(directory, packed)
+    return model.eval()
 
 
 def _add_prediction_layer(directory: Path) -> None:

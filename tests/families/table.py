@@ -63,6 +63,12 @@ FAMILIES = (
         special="latent attention, experts, a prediction layer that is left out",
     ),
     Family(
+        "DeepSeek-V3 FP8",
+        experts.build_deepseek_v3_fp8,
+        "DeepSeek V3 / R1 as published",
+        special="weights in fp8 blocks",
+    ),
+    Family(
         "Kimi-K2",
         experts.build_kimi_k2,
         "Kimi-K2 Instruct / Thinking",
@@ -94,6 +100,12 @@ FAMILIES = (
         experts.build_gpt_oss,
         "gpt-oss 20b / 120b",
         special="attention sinks, sliding window, experts",
+    ),
+    Family(
+        "gpt-oss MXFP4",
+        experts.build_gpt_oss_mxfp4,
+        "gpt-oss as published",
+        special="experts in MXFP4",
     ),
     Family(
         "Llama 4",

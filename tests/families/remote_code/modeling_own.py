@@ -22,7 +22,8 @@ class OwnExperts(nn.ModuleList):
         out = hidden.new_zeros(hidden.shape)
         for index, expert in enumerate(self):
             tokens, places = (chosen == index).nonzero(as_tuple=True)
-            out.index_add_(0, tokens, expert(hidden[tokens]) * weights[tokens, places, None])
+            mixed = expert(hidden[tokens]) * weights[tokens, places, None]
+            out.index_add_(0, tokens, mixed.to(out.dtype))
         return out
 
 

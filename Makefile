@@ -41,8 +41,9 @@ format: $(INSTALLED) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(INSTALLED) ## generate SETTINGS.md from the settings' docstrings
+docs: $(INSTALLED) ## generate SETTINGS.md and the README's table of verifier families
 	$(BIN)/outrider settings > SETTINGS.md
+	$(BIN)/python -m tests.families.readme
 
 bench-train: $(INSTALLED) ## training step on this CPU against speculators' own forward and loss
 	$(BIN)/python tests/benchmarks/bench_train.py --record

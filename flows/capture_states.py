@@ -17,7 +17,13 @@ from tasks.worker_pool import WorkerPool
 
 @flow(name="capture-states", persist_result=False)
 def capture_states(
-    store: str, plan: str, verifier: str, verifier_directory: str, settings: CaptureSettings
+    store: str,
+    plan: str,
+    verifier: str,
+    *,
+    verifier_directory: str,
+    settings: CaptureSettings,
+    trust_remote_code: bool = False,
 ) -> None:
     """Capture every shard of a published plan; what is there already is not computed again.
 
@@ -27,11 +33,17 @@ def capture_states(
         verifier: path of the verifier's artifact in the store.
         verifier_directory: where the verifier's files lie on the machine that captures.
         settings: how to capture.
+        trust_remote_code: whether code that the verifier's files bring along may run.
     """
     send_log_to_prefect()
     opened = Store(store)
     work = open_plan(opened, plan)
-    model = open_verifier(opened, verifier_directory, artifacts.require(opened, verifier))
+    model = open_verifier(
+        opened,
+        verifier_directory,
+        artifacts.require(opened, verifier),
+        trust_remote_code=trust_remote_code,
+    )
     meter = ProgressMeter("capture", sum(work.tokens), "tokens")
     pool = WorkerPool(
         MODULE, processes=settings.processes, gpus_per_process=settings.gpus_per_process
@@ -59,4 +71,5 @@ def run_capture(
         verifier=verifier.manifest.path,
         verifier_directory=verifier.directory,
         settings=settings,
+        trust_remote_code=verifier.trust_remote_code,
     )

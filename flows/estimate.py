@@ -26,8 +26,17 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
     store = Store(settings.store)
     store.check_writable()
     directory = str(find_model(settings.verifier))
-    loaded = call(load_verifier, store, directory, full_digests=settings.verifier.full_digests)
-    verifier = open_verifier(store, directory, loaded.parts[0])
+    options = settings.verifier
+    loaded = call(
+        load_verifier,
+        store,
+        directory,
+        trust_remote_code=options.trust_remote_code,
+        full_digests=options.full_digests,
+    )
+    verifier = open_verifier(
+        store, directory, loaded.parts[0], trust_remote_code=options.trust_remote_code
+    )
     draft_size = check_draft_size(settings.vocab, verifier.facts.vocab_size)
     conversations = call(collect, store, settings.data)
     written: StageResult | None = conversations

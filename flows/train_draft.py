@@ -77,8 +77,17 @@ def _rebuilding(run: RunRecord, store: Store, settings: PipelineSettings) -> dic
 
 def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[str, Any]:
     directory = str(fetch_model.submit(settings.verifier).result())
-    loaded = run.stage(load_verifier, store, directory, full_digests=settings.verifier.full_digests)
-    verifier = open_verifier(store, directory, loaded.parts[0])
+    options = settings.verifier
+    loaded = run.stage(
+        load_verifier,
+        store,
+        directory,
+        trust_remote_code=options.trust_remote_code,
+        full_digests=options.full_digests,
+    )
+    verifier = open_verifier(
+        store, directory, loaded.parts[0], trust_remote_code=options.trust_remote_code
+    )
     check_draft_size(settings.vocab, verifier.facts.vocab_size)
     layer_ids = settings.capture.layer_ids(verifier.facts.num_hidden_layers)
 

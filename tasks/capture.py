@@ -281,7 +281,7 @@ def capture_shard(
         "plan": plan.manifest.path,
         "rows": [rows.start, rows.stop],
         "layer_ids": list(plan.layer_ids),
-        "directory": verifier.directory,
+        **verifier.place,
         "verifier": verifier.manifest.path,
         "settings": settings.model_dump(mode="json") | {"dtype": plan.manifest.facts["dtype"]},
     }

@@ -105,7 +105,7 @@ def evaluate(
     common: dict[str, Any] = {
         "conversations": [part.path for part in conversations.parts],
         "split": split.parts[0].path,
-        "directory": verifier.directory,
+        **verifier.place,
         "eos_token_ids": list(verifier.facts.eos_token_ids),
         "max_positions": verifier.facts.max_position_embeddings,
         "settings": settings.model_dump(mode="json"),

@@ -60,5 +60,6 @@ def export(
         "dtype": settings.dtype,
         "verifier_path": verifier_path,
         "draft_tokens": draft_tokens,
+        "trust_remote_code": verifier.trust_remote_code,
     }
     return build_parts(store, [wanted], MODULE, requests=[request])

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from storage import artifacts
 from storage.artifacts import Identity
@@ -25,6 +26,12 @@ class Verifier:
     directory: str
     facts: VerifierFacts
     manifest: Manifest
+    trust_remote_code: bool = False
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What a child process needs to load model and tokenizer, as a request's part."""
+        return {"directory": self.directory, "trust_remote_code": self.trust_remote_code}
 
     @property
     def identity(self) -> str:
@@ -33,27 +40,31 @@ class Verifier:
 
 
 @stage_task
-def load_verifier(store: Store, directory: str, *, full_digests: bool = False) -> StageResult:
+def load_verifier(
+    store: Store, directory: str, *, trust_remote_code: bool = False, full_digests: bool = False
+) -> StageResult:
     """Read a verifier's facts and its embedding, final norm and head: never more of it.
 
-    Weight files over 1 GiB are told apart by a sample of their bytes, with `full_digests` by all.
+    What was read while code was trusted is read anew once it is not: then it may be refused. Weight files
+    over 1 GiB are told apart by a sample of their bytes, with `full_digests` by all.
     """
+    request = {"directory": directory, "trust_remote_code": trust_remote_code}
     wanted = Identity(
         stage=VERIFIER,
         version=VERSION,
-        settings={},
+        settings={"trust_remote_code": True} if trust_remote_code else {},
         inputs={"model": _identity(Path(directory), full_digests=full_digests)},
     )
-    return build_parts(
-        store, [wanted], "tasks.jobs.load_verifier", requests=[{"directory": directory}]
-    )
+    return build_parts(store, [wanted], "tasks.jobs.load_verifier", requests=[request])
 
 
-def open_verifier(store: Store, directory: str, manifest: Manifest) -> Verifier:
+def open_verifier(
+    store: Store, directory: str, manifest: Manifest, *, trust_remote_code: bool = False
+) -> Verifier:
     """Return the verifier that load_verifier published."""
     with artifacts.open_file(store, manifest, FACTS_FILE) as path:
         facts = VerifierFacts.model_validate(json.loads(path.read_text())["facts"])
-    return Verifier(directory=directory, facts=facts, manifest=manifest)
+    return Verifier(directory, facts, manifest, trust_remote_code)
 
 
 def _identity(directory: Path, *, full_digests: bool) -> str:

@@ -50,7 +50,7 @@ def regenerate(
         {
             "conversations": part.path,
             "rows": [rows.start, rows.stop],
-            "directory": verifier.directory,
+            **verifier.place,
             "eos_token_ids": list(verifier.facts.eos_token_ids),
             "max_positions": verifier.facts.max_position_embeddings,
             "settings": settings.model_dump(mode="json"),

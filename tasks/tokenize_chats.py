@@ -44,7 +44,7 @@ def tokenize_chats(
     requests = [
         {
             "conversations": part.path,
-            "directory": verifier.directory,
+            **verifier.place,
             "max_tokens": settings.max_tokens,
         }
         for part in conversations.parts

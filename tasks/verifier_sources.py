@@ -47,7 +47,7 @@ class VerifierSettings(StageSettings):
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     trust_remote_code: bool = False
-    """Whether code that the model's files bring along may run."""
+    """Whether code that the model's files bring along may run; it does only where transformers has none of its own."""
     full_digests: bool = False
     """Whether every byte of the weights tells models apart: minutes for large ones at each run. Else a sample of each
     file larger than 1 GiB does."""

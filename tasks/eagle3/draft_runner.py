@@ -108,9 +108,10 @@ class DraftRunner:
         """[B, Q] tokens, [B, Q, H] states, slots `places` [B, Q] -> [B, Q, H] states to feed."""
         draft = self._draft
         hidden = torch.cat([draft.embed_tokens(token_ids), states], dim=-1)  # [B, Q, 2 * H]
-        mask = slot_mask(places, used=self._cache.write_at(places), dtype=self._dtype)
+        self._cache.write_at(places)
+        mask = slot_mask(places, used=self._cache.used, dtype=self._dtype)
         rotary = draft.rotary_emb(hidden, places + 1)
-        with attend_to_slots(self._config):
+        with attend_to_slots(self._config, self._cache):
             for layer in draft.layers:
                 hidden = layer(
                     hidden,

@@ -6,20 +6,28 @@ Speculative decoding takes back what was rejected, by a different number of toke
 slot and place are one, nothing has to be taken back: a query at place p sees slots <= p only, and
 the entries of rejected tokens lie above, where later tokens overwrite them before a query can see
 them. No row is shifted, no padding is stored, and rows of any length share a batch.
+
+What a query sees below its own place is the model's affair (all, a window, a chunk): its layers ask
+transformers for a mask, and the answer comes from here, with each row's own places.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name torch itself uses
 from torch import Tensor
-from transformers import AttentionInterface, Cache, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import causal_mask_function
 
 ATTENTION = "outrider_slots"
-"""Name under which `slot_attention` is known to transformers."""
+"""Name under which `slot_attention` and `slot_mask` are known to transformers."""
+
+Visibility = Callable[[Any, Any, Any, Any], Any]
+"""(row, head, place of the query, place of the key) -> whether it is seen; tensors that broadcast to [B, 1, Q, S]."""
 
 FOLDED_QUERIES = 32
 """Up to this many new tokens a row, query heads of one key head are folded into the queries."""
@@ -37,22 +45,21 @@ class SlotCache(Cache):
         self.rows = rows
         self.slots = slots
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> 2 x [B, Hk, S, D]
-        self._targets = torch.empty(0, dtype=torch.long)
-        self._used = 0
+        self.places = torch.empty(0, dtype=torch.long)
+        self.used = 0
 
-    def write_at(self, places: Tensor) -> int:
-        """Set the slots `places` [B, Q] of the next forward pass; return the slots it looks at.
+    def write_at(self, places: Tensor) -> None:
+        """Set the slots `places` [B, Q] of the next forward pass; it looks at `used` slots.
 
         Raises:
             ValueError: a place lies beyond the slots there are.
         """
-        self._used = int(places.max()) + 1
-        if self._used > self.slots:
+        self.used = int(places.max()) + 1
+        if self.used > self.slots:
             raise ValueError(
-                f"place {self._used - 1} lies beyond the {self.slots} slots of this cache"
+                f"place {self.used - 1} lies beyond the {self.slots} slots of this cache"
             )
-        self._targets = places
-        return self._used
+        self.places = places
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -61,11 +68,11 @@ class SlotCache(Cache):
         if layer_idx not in self._buffers:
             self._buffers[layer_idx] = (self._empty(key_states), self._empty(value_states))
         keys, values = self._buffers[layer_idx]
-        places = self._targets.to(keys.device)  # layers may lie on several devices
+        places = self.places.to(keys.device)  # layers may lie on several devices
         rows = torch.arange(self.rows, device=keys.device)[:, None]
         keys[rows, :, places] = key_states.transpose(1, 2)  # [B, Q, Hk, D]
         values[rows, :, places] = value_states.transpose(1, 2)
-        return keys[:, :, : self._used], values[:, :, : self._used]
+        return keys[:, :, : self.used], values[:, :, : self.used]
 
     def keep(self, order: Sequence[int]) -> None:
         """Keep the rows of `order` (from `survivors`): only rows that fill a gap are copied."""
@@ -95,12 +102,16 @@ def survivors(live: Sequence[bool]) -> list[int]:
     return [row if live[row] else movers.pop() for row in range(count)]
 
 
-def slot_mask(places: Tensor, *, used: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask [B, 1, Q, used]: a query at place p sees the slots 0 to p."""
-    slots = torch.arange(used, device=places.device)
-    hidden = slots[None, None, None, :] > places[:, None, :, None]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=places.device)
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+def slot_mask(
+    places: Tensor, *, used: int, dtype: torch.dtype, sees: Visibility = causal_mask_function
+) -> Tensor:
+    """Additive mask [B, 1, Q, used] of queries at `places` [B, Q]; by default a query sees the slots up to its own."""
+    device = places.device
+    row = torch.arange(len(places), device=device)[:, None, None, None]
+    slots = torch.arange(used, device=device)[None, None, None]
+    seen = sees(row, torch.zeros_like(row), places[:, None, :, None], slots)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def slot_attention(
@@ -111,16 +122,25 @@ def slot_attention(
     attention_mask: Tensor,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend from query [B, G * Hk, Q, D] to key and value [B, Hk, S, D]; return [B, Q, G * Hk, D].
 
     The arithmetic of transformers' sdpa path without its copy of the keys and values for each query
     head: with few queries that copy costs more than the attention (measured: 1.8 ms against 0.5 ms
-    for 24 rows, 9 heads on 3, 4 queries, 160 slots on two cores).
+    for 24 rows, 9 heads on 3, 4 queries, 160 slots on two cores). Scores that are capped (`softcap`)
+    or compete with a sink (`s_aux` [G * Hk]: a score of a slot without a value) are computed openly.
     """
     rows, heads, queries, _size = query.shape
     group = heads // key.shape[1]
+    if softcap is not None or s_aux is not None:
+        key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+        out = _attend_openly(
+            query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux
+        )
+        return out.transpose(1, 2).contiguous(), None
     if group > 1 and queries <= FOLDED_QUERIES:
         query = query.reshape(rows, key.shape[1], group * queries, -1)
         attention_mask = attention_mask.repeat(1, 1, group, 1)  # [B, 1, G * Q, S]
@@ -131,15 +151,51 @@ def slot_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _attend_openly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[B, heads, Q, D] on [B, heads, S, D]: scale, cap, mask, sink, softmax in fp32 -> [B, heads, Q, D]."""
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask  # [B, heads, Q, S]
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
+_PASS: ContextVar[SlotCache] = ContextVar("the cache of the forward pass that runs")
+
+
+def _mask_of_pass(
+    *, mask_function: Visibility, dtype: torch.dtype = torch.float32, **_sizes: Any
+) -> Tensor:
+    """Answer a layer's request for a mask: its own rule of what is seen, at the places of the pass."""
+    cache = _PASS.get()
+    return slot_mask(cache.places, used=cache.used, dtype=dtype, sees=mask_function)
+
+
 AttentionInterface.register(ATTENTION, slot_attention)
+AttentionMaskInterface.register(ATTENTION, _mask_of_pass)
 
 
 @contextmanager
-def attend_to_slots(config: PretrainedConfig) -> Iterator[None]:
-    """Let a model of this config use `slot_attention`, and give its own choice back afterwards."""
+def attend_to_slots(config: PretrainedConfig, cache: SlotCache) -> Iterator[None]:
+    """Let a model of this config attend to the slots of `cache`, and give its own choice back afterwards."""
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
+    running = _PASS.set(cache)
     try:
         yield
     finally:
+        _PASS.reset(running)
         config._attn_implementation = before

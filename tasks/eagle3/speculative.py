@@ -9,24 +9,21 @@ draft missed. In exact arithmetic that is the verifier's own greedy text, whatev
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from tasks.eagle3.acceptance import DecodedPrompt, rounding_margin
+from tasks.eagle3.acceptance import DecodedPrompt
 from tasks.eagle3.draft_runner import DraftRunner
 from tasks.eagle3.hidden_states import StateHooks
-from tasks.eagle3.slot_cache import SlotCache, attend_to_slots, slot_mask, survivors
+from tasks.eagle3.slot_cache import survivors
+from tasks.eagle3.verifier_runner import Choice, VerifierRunner, make_runner
 
 if TYPE_CHECKING:
     from tasks.eagle3.draft import Eagle3DraftModel
-
-ROW_ATTENTION = {"full_attention", "sliding_attention"}
-"""Layers that keep keys and values by place; a window must be longer than the text (`_check`)."""
 
 
 def speculative_greedy(
@@ -55,8 +52,7 @@ def speculative_greedy(
         progress: Called after each round with the number of tokens it brought.
 
     Raises:
-        ValueError: nothing to decode, a length the verifier cannot hold, or a verifier whose layers
-            keep no keys and values by place (recurrent or chunked attention, a short window).
+        ValueError: nothing to decode, or a length the verifier cannot hold.
     """
     _check(model, prompts, max_new_tokens=max_new_tokens, draft_tokens=draft_tokens)
     by_length = sorted(range(len(prompts)), key=lambda prompt: len(prompts[prompt]))
@@ -66,7 +62,7 @@ def speculative_greedy(
             batch = by_length[start : start + batch_size]
             slots = max(len(prompts[prompt]) for prompt in batch) + max_new_tokens + draft_tokens
             decoding = _Decoding(
-                verifier=_VerifierRunner(model, hooks, rows=len(batch), slots=slots),
+                verifier=make_runner(model, hooks, rows=len(batch), slots=slots),
                 draft=DraftRunner(draft, rows=len(batch), slots=slots),
                 rows=[_Row(max_new_tokens, frozenset(eos_token_ids)) for _ in batch],
                 progress=progress or (lambda _: None),
@@ -105,7 +101,7 @@ class _Row:
 class _Decoding:
     """One batch of prompts; finished rows leave it."""
 
-    verifier: "_VerifierRunner"
+    verifier: VerifierRunner
     draft: DraftRunner
     rows: list[_Row]
     progress: Callable[[int], None]
@@ -138,7 +134,7 @@ class _Decoding:
             last = choice.ids.gather(1, accepted[:, None])[:, 0]
         return [DecodedPrompt(row.token_ids, row.accepted_per_round, row.ties) for row in all_rows]
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, "_Choice", Tensor]:
+    def _read(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Choice, Tensor]:
         """Read the prompts: the draft's first tokens [B, S], the first choice [B, 1], states."""
         choice, aux = self.verifier.prefill(prompts)
         shifted = torch.zeros(aux.shape[:2], dtype=torch.long, device=aux.device)
@@ -147,7 +143,7 @@ class _Decoding:
             shifted[row, len(prompt) - 1] = choice.ids[row, 0]
         return shifted, choice, aux
 
-    def _take(self, choice: "_Choice", accepted: Tensor) -> None:
+    def _take(self, choice: Choice, accepted: Tensor) -> None:
         """Give each row its accepted tokens and the verifier's own one after them."""
         taken = 0
         columns = (choice.ids.tolist(), choice.is_tie.tolist(), accepted.tolist())
@@ -159,78 +155,6 @@ class _Decoding:
         self.rows = [self.rows[row] for row in order]
         self.draft.keep(order)
         self.verifier.keep(order)
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The verifier's best token after each of Q tokens, and whether rounding decided it; [B, Q]."""
-
-    ids: Tensor
-    is_tie: Tensor
-
-
-class _VerifierRunner:
-    """The verifier with a slot cache of B rows; rejected tokens are written over."""
-
-    def __init__(self, model: PreTrainedModel, hooks: StateHooks, *, rows: int, slots: int) -> None:
-        parts: Any = model  # transformers gives these two methods no types
-        self._decoder: nn.Module = parts.get_decoder()
-        self._head: nn.Linear = parts.get_output_embeddings()
-        config = model.config.get_text_config()
-        # Attention sinks and soft-capped scores exist in transformers' "eager" alone: it stays.
-        self._attention = nullcontext if config._attn_implementation == "eager" else attend_to_slots
-        self._config = config
-        self._hooks = hooks
-        self._cache = SlotCache(rows, slots)
-        self._read = torch.zeros(rows, dtype=torch.long, device=model.device)
-
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[_Choice, Tensor]:
-        """Read the prompts; return the first choice [B, 1] and the states [B, S, A * H]."""
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._read.device)
-        longest = int(lengths.max())
-        padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts])
-        places = torch.arange(longest, device=lengths.device)[None]  # [1, S]: causal is enough
-        hidden, aux = self._forward(padded.to(lengths.device), places)
-        self._read = lengths
-        ends = hidden[torch.arange(len(prompts), device=lengths.device), lengths - 1]  # [B, H]
-        return self._choose(ends[:, None]), aux
-
-    def verify(self, block: Tensor) -> tuple[_Choice, Tensor]:
-        """Read a block [B, 1 + N] after what is read; return its choices and states."""
-        places = self._read[:, None] + torch.arange(block.shape[1], device=block.device)
-        hidden, aux = self._forward(block, places)
-        return self._choose(hidden), aux
-
-    def advance(self, counts: Tensor) -> None:
-        """Count the first `counts` [B] tokens of the last block as read."""
-        self._read = self._read + counts
-
-    def keep(self, order: list[int]) -> None:
-        self._cache.keep(order)
-        self._read = self._read[order]
-
-    def _forward(self, token_ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, Q] tokens -> normed last states [B, Q, H] and captured states [B, Q, A * H]."""
-        used = self._cache.write_at(places.expand(token_ids.shape))
-        with self._attention(self._config):
-            hidden: Tensor = self._decoder(
-                input_ids=token_ids,
-                position_ids=places,
-                attention_mask=slot_mask(places, used=used, dtype=self._head.weight.dtype),
-                past_key_values=self._cache,
-                use_cache=True,
-            ).last_hidden_state
-        layers, _last = self._hooks.take()
-        device = self._read.device  # layers may lie on several devices
-        return hidden, torch.cat([layer.to(device) for layer in layers], dim=-1)
-
-    def _choose(self, hidden: Tensor) -> _Choice:
-        """[B, Q, H] -> best tokens [B, Q]; a second maximum shows ties, cheaper than topk."""
-        logits = self._head(hidden)  # [B, Q, V]
-        best, ids = logits.max(dim=-1)
-        second = logits.scatter_(2, ids[..., None], float("-inf")).amax(dim=-1)
-        is_tie = best - second <= rounding_margin(logits.dtype) * best.abs()
-        return _Choice(ids.to(self._read.device), is_tie)
 
 
 def _check(
@@ -247,22 +171,10 @@ def _check(
         raise ValueError(
             f"max_new_tokens {max_new_tokens} and draft_tokens {draft_tokens} must be at least 1"
         )
-    config = model.config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or []) - ROW_ATTENTION
-    if other:
-        raise ValueError(
-            f"layers of kind {', '.join(sorted(other))} keep no keys and values by place; "
-            "measure the acceptance of this verifier on a server"
-        )
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
-    _check_length(longest, config.max_position_embeddings, what="position limit")
-    if getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
-        _check_length(longest + draft_tokens, config.sliding_window, what="attention window")
-
-
-def _check_length(tokens: int, limit: int, *, what: str) -> None:
-    if tokens > limit:
+    limit = model.config.get_text_config().max_position_embeddings
+    if longest > limit:
         raise ValueError(
-            f"{tokens} tokens of the longest prompt and its answer exceed the verifier's {what} "
+            f"{longest} tokens of the longest prompt and its answer exceed the verifier's position limit "
             f"of {limit}; evaluate shorter prompts or lower max_new_tokens"
         )

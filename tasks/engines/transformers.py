@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from tasks.eagle3.hidden_states import StateHooks, find_decoder
+from tasks.eagle3.remote_code import is_native
 from tasks.eagle3.verifier import VerifierError, VerifierFacts, check_layer_ids, read_facts
+from tasks.engines.remote_code import admit, check_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -46,30 +48,38 @@ def load_verifier_model(
 ) -> Any:
     """Load a checkpoint's language model, in eval mode, from local files only.
 
-    Of a composite checkpoint (Kimi-K2.5, vision models) the language model alone is loaded.
+    Of a composite checkpoint (Kimi-K2.5, vision models) the language model alone is loaded. Code that lies
+    beside the weights runs only where transformers has none for the model type, and if it is trusted.
     `device` is "cpu", "cuda:0", ... or "auto" (spread over the GPUs there are). On a CPU compute in
     fp32: bf16 is some 20 times slower there.
 
     Raises VerifierError when the checkpoint lacks weights the model needs (transformers would
-    leave them random).
+    leave them random), when it needs code that is not trusted, and when no package here unpacks its weights.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds to import
 
     if threads is not None:
         torch.set_num_threads(threads)
     facts = read_facts(directory)
+    admit(directory, trusted=trust_remote_code)
+    trusted = trust_remote_code and not is_native(facts.model_type)
+    whole = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trusted)
+    config = _text_config(whole, facts) if facts.config_path else whole
+    # "kimi_k2" survives in a DeepseekV3Config; by that name transformers finds no rules to fuse experts.
+    config.model_type = type(config).model_type
+    check_quantization(directory, getattr(config, "quantization_config", None))
     options: dict[str, Any] = {
+        "config": config,
         "dtype": dtype,
         "local_files_only": True,
-        "trust_remote_code": trust_remote_code,
+        "trust_remote_code": trusted,
         "output_loading_info": True,
     }
     if facts.config_path:
-        whole = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-        options["config"] = _text_config(whole, facts)
         options["key_mapping"] = text_key_mapping(facts)
+    if getattr(config, "attn_logit_softcapping", None):
+        # transformers' sdpa leaves the cap of the attention scores out, without a word.
+        options["attn_implementation"] = "eager"
     if device != "cpu":
         options["device_map"] = device
     loader: Any = AutoModelForCausalLM  # with output_loading_info it returns a pair
@@ -80,6 +90,8 @@ def load_verifier_model(
             f"{directory}: {len(missing)} weights of {type(model).__name__} are not in the checkpoint "
             f"(first: {missing[0]}); it would run with random ones"
         )
+    if dtype == torch.float32:
+        nn.Module.float(model)  # unpacked INT4 experts come in the dtype of their scales
     model.requires_grad_(requires_grad=False)
     return model.eval()
 
@@ -339,8 +351,6 @@ def _text_config(whole: Any, facts: VerifierFacts) -> Any:
             f"language model of {facts.model_type}, its config.json has one of "
             f"{facts.num_hidden_layers}; this composite model is not supported"
         )
-    # "kimi_k2" survives in a DeepseekV3Config; by that name transformers finds no rules to fuse experts.
-    text.model_type = type(text).model_type
     quantization = getattr(whole, "quantization_config", None)
     if quantization is not None and getattr(text, "quantization_config", None) is None:
         text.quantization_config = quantization

@@ -1,7 +1,7 @@
 """Job of capture: one row range of the plan -> one shard of hidden states, checked before it is published."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -20,11 +20,25 @@ from tasks.jobs.models import load_model
 from tasks.jobs.verifiers import open_head
 
 
+class _Where(NamedTuple):
+    """Which model this process keeps, and how it computes."""
+
+    directory: str
+    device: str
+    dtype: str
+    trust_remote_code: bool
+
+
 def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Publish the shard of `request["rows"]`; CanaryError when its states are not the verifier's."""
     store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings, layer_ids = request["settings"], tuple(request["layer_ids"])
-    where = (request["directory"], settings["device"], settings["dtype"])
+    where = _Where(
+        request["directory"],
+        device=settings["device"],
+        dtype=settings["dtype"],
+        trust_remote_code=request["trust_remote_code"],
+    )
     start, stop = request["rows"]
     plan = artifacts.require(store, request["plan"])
     with artifacts.open_file(store, plan, PLAN_TABLE) as path:
@@ -37,11 +51,11 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         progress({"tokens": done - reported})
         reported = done
 
-    states = _engine(*where, layer_ids).capture(
+    states = _engine(where, layer_ids).capture(
         tokens, tokens_per_batch=settings["tokens_per_batch"], progress=report
     )
     head = _head(request["store"], request["verifier"])
-    canary = check_shard(_model(*where), head, tokens, states, layer_ids)
+    canary = check_shard(_model(where), head, tokens, states, layer_ids)
     with artifacts.write(store, wanted) as writer:
         write_shard(
             writer,
@@ -89,10 +103,15 @@ def _head(store_url: str, path: str) -> VerifierHead:
     return open_head(store, artifacts.require(store, path))
 
 
-def _model(directory: str, device: str, dtype: str) -> PreTrainedModel:
-    return load_model(directory, device=device, dtype=dtype)
+def _model(where: _Where) -> PreTrainedModel:
+    return load_model(
+        where.directory,
+        device=where.device,
+        dtype=where.dtype,
+        trust_remote_code=where.trust_remote_code,
+    )
 
 
 @functools.cache
-def _engine(directory: str, device: str, dtype: str, layer_ids: tuple[int, ...]) -> CaptureEngine:
-    return CaptureEngine(_model(directory, device, dtype), layer_ids, store_dtype=torch.bfloat16)
+def _engine(where: _Where, layer_ids: tuple[int, ...]) -> CaptureEngine:
+    return CaptureEngine(_model(where), layer_ids, store_dtype=torch.bfloat16)

@@ -33,8 +33,14 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Publish the reference texts, or the evaluation of the draft of `request["draft"]`."""
     store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings = request["settings"]
-    tokenizer = load_tokenizer(request["directory"])
-    model = load_model(request["directory"], device=settings["device"], dtype=settings["dtype"])
+    directory, trusted = request["directory"], request["trust_remote_code"]
+    tokenizer = load_tokenizer(directory, trust_remote_code=trusted)
+    model = load_model(
+        directory,
+        device=settings["device"],
+        dtype=settings["dtype"],
+        trust_remote_code=trusted,
+    )
     room = request["max_positions"] - settings["max_new_tokens"]
     prompts = choose_prompts(
         (prompt_tokens(tokenizer, history) for history in read_histories(store, request)),

@@ -12,6 +12,7 @@ from storage.artifacts import Identity
 from storage.store import Store
 from tasks.child import ProgressCallback
 from tasks.eagle3.draft import Eagle3DraftModel, load_speculator, save_speculator
+from tasks.engines.remote_code import admit
 from tasks.jobs.drafts import load_weights, make_draft, trained_weights
 from tasks.jobs.verifiers import open_facts
 
@@ -26,6 +27,8 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
     """Publish the speculators checkpoint of one trained draft."""
     store, wanted = Store(request["store"]), Identity(**request["identity"])
     parts = request["draft"]
+    # speculators asks for the verifier's config without trusting its code.
+    admit(Path(parts["directory"]), trusted=request["trust_remote_code"])
     draft = make_draft(
         store,
         parts,

@@ -11,12 +11,14 @@ from storage.store import Store
 from tasks.child import ProgressCallback
 from tasks.eagle3.head import read_head, save_head
 from tasks.eagle3.verifier import read_facts
+from tasks.engines.remote_code import admit
 
 
 def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
-    """Publish the verifier artifact of the model in `request["directory"]`."""
+    """Publish the verifier artifact of the model in `request["directory"]`, unless it needs code that may not run."""
     wanted = Identity(**request["identity"])
     directory = Path(request["directory"])
+    admit(directory, trusted=request["trust_remote_code"])
     facts = read_facts(directory)
     head = read_head(directory, facts)
     with artifacts.write(Store(request["store"]), wanted) as writer:

@@ -22,8 +22,14 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Publish the chunk's conversations with the verifier's own last answers."""
     store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings, (start, stop) = request["settings"], request["rows"]
-    tokenizer = load_tokenizer(request["directory"])
-    model = load_model(request["directory"], device=settings["device"], dtype=settings["dtype"])
+    directory, trusted = request["directory"], request["trust_remote_code"]
+    tokenizer = load_tokenizer(directory, trust_remote_code=trusted)
+    model = load_model(
+        directory,
+        device=settings["device"],
+        dtype=settings["dtype"],
+        trust_remote_code=trusted,
+    )
     manifest = artifacts.require(store, request["conversations"])
     with artifacts.open_file(store, manifest, CONVERSATIONS_TABLE) as path:
         conversations = read_table(path).slice(start, stop - start).to_pylist()

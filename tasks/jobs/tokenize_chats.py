@@ -19,7 +19,7 @@ SHOWN_SAMPLES = 3
 def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Publish the samples of one part of conversations."""
     store, wanted = Store(request["store"]), Identity(**request["identity"])
-    tokenizer = load_tokenizer(request["directory"])
+    tokenizer = load_tokenizer(request["directory"], trust_remote_code=request["trust_remote_code"])
     manifest = artifacts.require(store, request["conversations"])
     with artifacts.open_file(store, manifest, CONVERSATIONS_TABLE) as path:
         conversations = read_table(path).to_pylist()

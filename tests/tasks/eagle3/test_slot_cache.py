@@ -1,8 +1,14 @@
 """Slots are places: entries above a query's place do not exist for it."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the name torch itself uses
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from tasks.eagle3.slot_cache import SlotCache, slot_attention, slot_mask, survivors
 
@@ -12,7 +18,8 @@ def test_entries_land_at_their_places_and_later_ones_write_over_them() -> None:
     first = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:, None, :, None]  # [B, 1, Q, 1]
     cache.write_at(torch.tensor([[0, 1], [0, 1]]))
     cache.update(first, -first, 0)
-    assert cache.write_at(torch.tensor([[1, 2], [2, 3]])) == 4
+    cache.write_at(torch.tensor([[1, 2], [2, 3]]))
+    assert cache.used == 4
     second = torch.tensor([[5.0, 6.0], [7.0, 8.0]])[:, None, :, None]
     keys, values = cache.update(second, -second, 0)
     assert keys[:, 0, :, 0].tolist() == [[1, 5, 6, 0], [3, 4, 7, 8]]
@@ -55,6 +62,41 @@ def test_a_query_sees_the_slots_up_to_its_own_place() -> None:
         [[True, False, False, False], [True, True, False, False]],
         [[True, True, True, False], [True, True, True, True]],
     ]
+
+
+def test_the_models_own_rule_of_what_is_seen_holds_at_each_rows_places() -> None:
+    places = torch.tensor([[1, 2], [3, 4]])
+    window = slot_mask(
+        places, used=5, dtype=torch.float32, sees=sliding_window_causal_mask_function(2)
+    )
+    assert (window[:, 0] == 0).int().tolist() == [
+        [[1, 1, 0, 0, 0], [0, 1, 1, 0, 0]],
+        [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]],
+    ]
+    starts = torch.zeros(2, dtype=torch.long)
+    chunks = slot_mask(
+        places, used=5, dtype=torch.float32, sees=chunked_causal_mask_function(3, starts)
+    )
+    assert (chunks[:, 0] == 0).int().tolist() == [
+        [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]],
+        [[0, 0, 0, 1, 0], [0, 0, 0, 1, 1]],
+    ]
+
+
+def test_capped_scores_and_a_sink_are_computed_as_defined() -> None:
+    # one query, scores 3 and 0 before the cap of 2, a sink of score 1, values 1 and 10
+    query = torch.tensor([[[[3.0]]]])
+    key, value = torch.tensor([[[[1.0], [0.0]]]]), torch.tensor([[[[1.0], [10.0]]]])
+    nothing = torch.zeros(1, 1, 1, 2)
+    first, second, sink = math.exp(2 * math.tanh(1.5)), 1.0, math.e
+
+    out, _ = slot_attention(
+        torch.nn.Identity(), query, key, value, nothing, scaling=1.0, softcap=2.0,
+        s_aux=torch.tensor([1.0]),
+    )  # fmt: skip
+
+    expected = (first * 1 + second * 10) / (first + second + sink)
+    assert out.item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("queries", [3, 40])  # folded into the key heads, and not

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from tasks.eagle3.acceptance import DecodedPrompt
 from tasks.eagle3.draft import Eagle3DraftModel
 from tasks.eagle3.speculative import speculative_greedy
+from tasks.eagle3.verifier_runner import keeps_places
 from tests.tiny_drafts import LAYER_IDS, make_draft, train, training_batch
 from tests.tiny_models import VOCAB_SIZE, load_model, make_llama, make_qwen3
 
@@ -199,20 +200,28 @@ def test_what_cannot_be_decoded_is_refused(
         decode(verifier, drafts["never"], prompts, **changes)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("sliding_window", 12), "attention window of 12"),
-        (("layer_types", ["linear_attention"]), "layers of kind linear_attention"),
-    ],
-)
-def test_a_verifier_that_keeps_no_keys_by_place_is_refused(
+def test_reading_each_row_from_its_start_gives_what_the_cache_gives(
     verifier: PreTrainedModel,
     drafts: dict[str, Eagle3DraftModel],
     monkeypatch: pytest.MonkeyPatch,
-    change: tuple[str, Any],
-    message: str,
 ) -> None:
-    monkeypatch.setattr(verifier.config, *change, raising=False)
-    with pytest.raises(ValueError, match=message):
-        decode(verifier, drafts["never"], PROMPTS)
+    cached = decode(verifier, drafts["sometimes"], PROMPTS)
+    monkeypatch.setattr(verifier, "_is_stateful", True, raising=False)
+    assert not keeps_places(verifier, slots=40)
+    assert decode(verifier, drafts["sometimes"], PROMPTS) == cached
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layer_types", ["full_attention", "linear_attention"]),
+        ("attn_temperature_tuning", True),  # Llama-4, from floor_scale tokens on
+    ],
+)
+def test_a_model_that_remembers_more_than_keys_by_place_gets_no_cache(
+    verifier: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    assert keeps_places(verifier, slots=40)
+    monkeypatch.setattr(verifier.config, "floor_scale", 40, raising=False)
+    monkeypatch.setattr(verifier.config, name, value, raising=False)
+    assert not keeps_places(verifier, slots=40)

@@ -37,9 +37,14 @@ def refuse_remote_code(files: ModelFiles) -> None:
 
 def is_native(model_type: str) -> bool:
     """Tell whether transformers has a config class of its own for the model type."""
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and few models need it
+    from transformers.models.auto import (  # noqa: PLC0415 - seconds, and few models need it
+        configuration_auto,
+    )
 
-    return SAME_MODEL.get(model_type, model_type) in CONFIG_MAPPING
+    auto: Any = (
+        configuration_auto  # CONFIG_MAPPING would hold what a trusted model has registered too
+    )
+    return SAME_MODEL.get(model_type, model_type) in auto.CONFIG_MAPPING_NAMES
 
 
 def _has_native_tokenizer(model_type: str, tokenizer: dict[str, Any]) -> bool:

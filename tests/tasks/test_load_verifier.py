@@ -23,15 +23,16 @@ MB = 1 << 20
 READ = """
 import json, sys
 from pathlib import Path
-from tasks.eagle3.head import save_head  # what the job imports is not what it reads
 from tasks.jobs.load_verifier import run
 
 def peak_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
+small, large = json.loads(sys.argv[1])
+run(small, lambda _: None)  # what the job imports is not what it reads
 before = peak_bytes()
-run(json.loads(sys.argv[1]), lambda _: None)
+run(large, lambda _: None)
 print(peak_bytes() - before)
 """
 
@@ -48,15 +49,17 @@ def test_the_peak_memory_is_that_of_the_three_tensors_whatever_else_there_is(tmp
         tensors[f"model.layers.{layer}.mlp.up_proj.weight"] = ("BF16", (1 << 15, hidden))
     config = CONFIG | {"vocab_size": vocab, "hidden_size": hidden}
     directory = write_checkpoint(tmp_path / "m", config, tensors, files=2)
-    wanted = Identity(stage="verifier", version=1, settings={}, inputs={"model": "0"})
-    request = {
-        "directory": str(directory),
-        "store": str(tmp_path / "store"),
-        "identity": asdict(wanted),
-    }
+    requests = [
+        {
+            "directory": str(model),
+            "store": str(tmp_path / "store"),
+            "identity": asdict(Identity("verifier", 1, {}, {"model": str(model)})),
+        }
+        for model in (write_checkpoint(tmp_path / "small"), directory)
+    ]
 
     done = subprocess.run(
-        [sys.executable, "-c", READ, json.dumps(request)],
+        [sys.executable, "-c", READ, json.dumps(requests)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -31,8 +31,8 @@ def refuse_remote_code(files: ModelFiles) -> None:
         return
     raise VerifierError(
         f"{files.directory}: transformers has {what}; its code lies beside the weights ({_listed(code)}) and would "
-        "run here with your rights: read it, then set verifier.trust_remote_code to true (inspect: --trust-remote-code), "
-        "or use a checkpoint of a model type that transformers has itself"
+        "run here with your rights: read it, then set verifier.trust_remote_code to true (inspect: "
+        "--trust-remote-code), or use a checkpoint of a model type that transformers has itself"
     )
 
 

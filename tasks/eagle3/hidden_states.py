@@ -78,6 +78,18 @@ def find_decoder(model: nn.Module) -> Decoder:
     )
 
 
+def rope_switch(config: Any) -> int | None:
+    """Return the length above which transformers turns all positions of a batch by other angles, if there is one.
+
+    Long rope (Phi-3 128k, Phi-4-mini) does: one long row changes the states of all rows beside it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    length = rope.get("original_max_position_embeddings")
+    return int(length or config.original_max_position_embeddings)
+
+
 class StateHooks:
     """Context manager that records states of `model`'s forward passes, one at a time.
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from tasks.eagle3.acceptance import DecodedPrompt
 from tasks.eagle3.draft_runner import DraftRunner
-from tasks.eagle3.hidden_states import StateHooks
+from tasks.eagle3.hidden_states import StateHooks, rope_switch
 from tasks.eagle3.slot_cache import survivors
 from tasks.eagle3.verifier_runner import Choice, VerifierRunner, make_runner
 
@@ -52,7 +52,7 @@ def speculative_greedy(
         progress: Called after each round with the number of tokens it brought.
 
     Raises:
-        ValueError: nothing to decode, or a length the verifier cannot hold.
+        ValueError: nothing to decode, a length the verifier cannot hold, or one at which its rope changes.
     """
     _check(model, prompts, max_new_tokens=max_new_tokens, draft_tokens=draft_tokens)
     by_length = sorted(range(len(prompts)), key=lambda prompt: len(prompts[prompt]))
@@ -171,10 +171,18 @@ def _check(
         raise ValueError(
             f"max_new_tokens {max_new_tokens} and draft_tokens {draft_tokens} must be at least 1"
         )
+    config = model.config.get_text_config()
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
-    limit = model.config.get_text_config().max_position_embeddings
+    limit = config.max_position_embeddings
     if longest > limit:
         raise ValueError(
             f"{longest} tokens of the longest prompt and its answer exceed the verifier's position limit "
             f"of {limit}; evaluate shorter prompts or lower max_new_tokens"
+        )
+    switch = rope_switch(config)
+    if switch is not None and longest + draft_tokens > switch:
+        raise ValueError(
+            f"{longest} tokens of the longest prompt and its answer and {draft_tokens} draft tokens exceed {switch}, "
+            "where this verifier's long rope changes for all rows at once, so that its text would depend on the rows "
+            "beside it; evaluate shorter prompts or lower max_new_tokens"
         )

@@ -250,7 +250,7 @@ def _find_norm(tensors: Mapping[str, TensorEntry], embed_key: str, directory: st
     bias = norm_key.removesuffix("weight") + "bias"
     if bias in tensors:
         raise VerifierError(
-            f"{directory}: {bias} exists, so the final norm adds a bias; "
+            f"{directory}: {bias} exists, so the final norm is a LayerNorm with a bias; "
             "only norms without one are supported"
         )
     return norm_key

@@ -38,7 +38,7 @@ def admit(directory: Path, *, trusted: bool) -> None:
 
 def check_quantization(directory: Path, quantization: dict[str, Any] | None) -> None:
     """Raise VerifierError when the weights are packed in a way that no installed package can read."""
-    if (quantization or {}).get("quant_method") != "compressed-tensors":
+    if not quantization or quantization.get("quant_method") != "compressed-tensors":
         return
     if importlib.util.find_spec("compressed_tensors") is None:
         raise VerifierError(

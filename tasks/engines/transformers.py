@@ -1,4 +1,4 @@
-"""The transformers engine: loads a verifier, captures its states, writes greedy answers.
+"""The transformers engine: captures a verifier's states and writes its greedy answers.
 
 It runs in child processes, never in the flow's.
 
@@ -7,18 +7,14 @@ one sample, A = captured layers, H = verifier hidden size.
 """
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tasks.eagle3.hidden_states import StateHooks, find_decoder
-from tasks.eagle3.remote_code import is_native
-from tasks.eagle3.verifier import VerifierError, VerifierFacts, check_layer_ids, read_facts
-from tasks.engines.remote_code import admit, check_quantization
+from tasks.eagle3.hidden_states import StateHooks, find_decoder, rope_switch
+from tasks.eagle3.verifier import check_layer_ids
 
 logger = logging.getLogger(__name__)
 
@@ -38,73 +34,6 @@ class CapturedStates(NamedTuple):
     """[n, H], before the final norm."""
 
 
-def load_verifier_model(
-    directory: Path,
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    threads: int | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """Load a checkpoint's language model, in eval mode, from local files only.
-
-    Of a composite checkpoint (Kimi-K2.5, vision models) the language model alone is loaded. Code that lies
-    beside the weights runs only where transformers has none for the model type, and if it is trusted.
-    `device` is "cpu", "cuda:0", ... or "auto" (spread over the GPUs there are). On a CPU compute in
-    fp32: bf16 is some 20 times slower there.
-
-    Raises VerifierError when the checkpoint lacks weights the model needs (transformers would
-    leave them random), when it needs code that is not trusted, and when no package here unpacks its weights.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds to import
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    facts = read_facts(directory)
-    admit(directory, trusted=trust_remote_code)
-    trusted = trust_remote_code and not is_native(facts.model_type)
-    whole = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trusted)
-    config = _text_config(whole, facts) if facts.config_path else whole
-    # "kimi_k2" survives in a DeepseekV3Config; by that name transformers finds no rules to fuse experts.
-    config.model_type = type(config).model_type
-    check_quantization(directory, getattr(config, "quantization_config", None))
-    options: dict[str, Any] = {
-        "config": config,
-        "dtype": dtype,
-        "local_files_only": True,
-        "trust_remote_code": trusted,
-        "output_loading_info": True,
-    }
-    if facts.config_path:
-        options["key_mapping"] = text_key_mapping(facts)
-    if getattr(config, "attn_logit_softcapping", None):
-        # transformers' sdpa leaves the cap of the attention scores out, without a word.
-        options["attn_implementation"] = "eager"
-    if device != "cpu":
-        options["device_map"] = device
-    loader: Any = AutoModelForCausalLM  # with output_loading_info it returns a pair
-    model, info = loader.from_pretrained(directory, **options)
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise VerifierError(
-            f"{directory}: {len(missing)} weights of {type(model).__name__} are not in the checkpoint "
-            f"(first: {missing[0]}); it would run with random ones"
-        )
-    if dtype == torch.float32:
-        nn.Module.float(model)  # unpacked INT4 experts come in the dtype of their scales
-    model.requires_grad_(requires_grad=False)
-    return model.eval()
-
-
-def text_key_mapping(facts: VerifierFacts) -> dict[str, str]:
-    """Return patterns that take a composite checkpoint's keys to those of its language model."""
-    base = facts.embed_key.removesuffix("embed_tokens.weight")
-    mapping = {f"^{re.escape(base)}": "model."}
-    if not facts.tied:
-        mapping[f"^{re.escape(facts.head_key)}$"] = "lm_head.weight"
-    return mapping
-
-
 class CaptureEngine:
     """Captures the states of many samples: base model only, so no logits are ever computed."""
 
@@ -121,6 +50,7 @@ class CaptureEngine:
         self._layer_ids = tuple(layer_ids)
         self._store_dtype = store_dtype
         self._device = next(model.parameters()).device
+        self._apart_above = rope_switch(self._decoder.base.config)
 
     def capture(
         self,
@@ -139,8 +69,9 @@ class CaptureEngine:
         lengths = [len(sample) for sample in samples]
         results: dict[int, CapturedStates] = {}
         in_flight: _InFlight | None = None
+        batches = plan_batches(lengths, tokens_per_batch, apart_above=self._apart_above)
         with torch.inference_mode(), self._hooks:
-            for batch in self._run_all(samples, plan_batches(lengths, tokens_per_batch)):
+            for batch in self._run_all(samples, batches):
                 # The copy of the batch before goes on while this one was being queued.
                 if in_flight is not None:
                     results.update(in_flight.finish())
@@ -232,11 +163,13 @@ class _InFlight:
         }
 
 
-def plan_batches(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
+def plan_batches(
+    lengths: Sequence[int], tokens_per_batch: int, *, apart_above: int | None = None
+) -> list[list[int]]:
     """Group sample indices, longest first, so that samples times longest <= tokens_per_batch.
 
-    The longest come first: what does not fit the memory fails at once. Raises ValueError for
-    lengths or budgets below 1.
+    The longest come first: what does not fit the memory fails at once. Samples longer than `apart_above`
+    share no batch with others. Raises ValueError for lengths or budgets below 1.
     """
     if tokens_per_batch < 1 or min(lengths, default=1) < 1:
         raise ValueError(
@@ -245,7 +178,9 @@ def plan_batches(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int
         )
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= tokens_per_batch:
+        longest = lengths[batches[-1][0]] if batches else 0
+        fits = batches and (len(batches[-1]) + 1) * longest <= tokens_per_batch
+        if fits and (apart_above is None or (longest > apart_above) == (lengths[i] > apart_above)):
             batches[-1].append(i)
         else:
             batches.append([i])
@@ -341,20 +276,6 @@ def _generate_batch(
     )
     new: list[list[int]] = written[:, longest:].tolist()
     return new
-
-
-def _text_config(whole: Any, facts: VerifierFacts) -> Any:
-    text = whole.get_text_config()
-    if text.num_hidden_layers != facts.num_hidden_layers or text.vocab_size != facts.vocab_size:
-        raise VerifierError(
-            f"transformers takes {type(text).__name__} with {text.num_hidden_layers} layers for the "
-            f"language model of {facts.model_type}, its config.json has one of "
-            f"{facts.num_hidden_layers}; this composite model is not supported"
-        )
-    quantization = getattr(whole, "quantization_config", None)
-    if quantization is not None and getattr(text, "quantization_config", None) is None:
-        text.quantization_config = quantization
-    return text
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.eagle3.verifier import read_facts
+from tasks.engines.loading import load_verifier_model
 from tasks.engines.remote_code import admit
-from tasks.engines.transformers import load_verifier_model
 from tasks.hardware import STORED
 
 
@@ -20,7 +20,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 @functools.cache
-def load_tokenizer(directory: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Return the tokenizer that lies beside the verifier's weights."""
     admit(Path(directory), trusted=trust_remote_code)
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -34,7 +34,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 @functools.cache
 def load_model(
-    directory: str, *, device: str, dtype: str, trust_remote_code: bool
+    directory: str, *, device: str, dtype: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Return the verifier in evaluation mode; `dtype` is float32, bfloat16 or "stored"."""
     if dtype == STORED:

@@ -20,7 +20,8 @@ from tasks.eagle3.hidden_states import check_states
 from tasks.eagle3.speculative import speculative_greedy
 from tasks.eagle3.training_step import training_forward
 from tasks.eagle3.verifier import VerifierError, VerifierFacts, read_facts
-from tasks.engines.transformers import CaptureEngine, load_verifier_model
+from tasks.engines.loading import load_verifier_model
+from tasks.engines.transformers import CaptureEngine
 from tasks.jobs.export import FROM_VERIFIER, compare
 from tests.families.checkpoints import HIDDEN, LAYERS, SIZES
 from tests.families.drafting import LAYER_IDS, TTT_STEPS, make_draft, states_of, train

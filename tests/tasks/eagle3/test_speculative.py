@@ -200,6 +200,20 @@ def test_what_cannot_be_decoded_is_refused(
         decode(verifier, drafts["never"], prompts, **changes)
 
 
+def test_a_text_at_which_the_long_rope_changes_is_refused(
+    verifier: PreTrainedModel,
+    drafts: dict[str, Eagle3DraftModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longest = max(map(len, PROMPTS)) + NEW_TOKENS + 3
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": longest}
+    monkeypatch.setattr(verifier.config, "rope_parameters", rope)
+    decode(verifier, drafts["never"], PROMPTS)
+    rope["original_max_position_embeddings"] -= 1
+    with pytest.raises(ValueError, match=r"23 tokens .* and 3 draft tokens exceed 25"):
+        decode(verifier, drafts["never"], PROMPTS)
+
+
 def test_reading_each_row_from_its_start_gives_what_the_cache_gives(
     verifier: PreTrainedModel,
     drafts: dict[str, Eagle3DraftModel],

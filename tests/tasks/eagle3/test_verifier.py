@@ -160,7 +160,7 @@ def test_end_tokens_come_from_the_generation_config_then_from_the_config(
         (CONFIG, tensors() | {"x.lm_head.weight": torch.zeros(6, 4)}, "2 tensors end in it"),
         (CONFIG, {"lm_head.weight": torch.zeros(6, 4)}, "embed_tokens.weight, but none does"),
         (CONFIG | {"vocab_size": 8}, tensors(), r"shape \[6, 4\], the config says \[8, 4\]"),
-        (CONFIG, tensors() | {"model.norm.bias": torch.zeros(4)}, "adds a bias"),
+        (CONFIG, tensors() | {"model.norm.bias": torch.zeros(4)}, "LayerNorm"),
         (CONFIG, tensors() | {"lm_head.bias": torch.zeros(6)}, "lm_head.bias"),
         (
             CONFIG,

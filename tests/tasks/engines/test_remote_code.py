@@ -12,8 +12,8 @@ from storage.store import Store
 from tasks.child import JobRefusedError
 from tasks.eagle3.remote_code import is_native
 from tasks.eagle3.verifier import VerifierError
+from tasks.engines.loading import load_verifier_model
 from tasks.engines.remote_code import admit, check_quantization
-from tasks.engines.transformers import load_verifier_model
 from tasks.jobs.models import load_tokenizer
 from tasks.load_verifier import load_verifier, open_verifier
 from tasks.stage import call

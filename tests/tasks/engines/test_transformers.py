@@ -8,14 +8,15 @@ from safetensors.torch import load_file, save_file
 from tasks.eagle3.head import read_head
 from tasks.eagle3.hidden_states import check_states
 from tasks.eagle3.verifier import VerifierError, read_facts
+from tasks.engines.loading import load_verifier_model
 from tasks.engines.transformers import (
     CaptureEngine,
     CaptureMemoryError,
     cut_after_eos,
     greedy_generate,
-    load_verifier_model,
     plan_batches,
 )
+from tests.families.dense import build_phi4_mini
 from tests.tiny_models import EOS_ID, make_kimi, make_llama, make_qwen3
 
 LAYERS = [2, 4, 5]
@@ -126,6 +127,24 @@ def test_batches_hold_like_lengths_within_the_budget():
     assert plan_batches([20, 3], 12) == [[0], [1]]
     with pytest.raises(ValueError, match="drop empty samples"):
         plan_batches([3, 0], 12)
+
+
+def test_samples_on_either_side_of_a_length_share_no_batch():
+    assert plan_batches([1, 5, 9, 5, 6], 100) == [[2, 4, 1, 3, 0]]
+    assert plan_batches([1, 5, 9, 5, 6], 100, apart_above=5) == [[2, 4], [1, 3, 0]]
+
+
+def test_a_long_sample_does_not_change_the_long_rope_of_a_short_one(tmp_path):
+    model = build_phi4_mini(tmp_path)  # its rope changes above 128 tokens
+    generator = torch.Generator().manual_seed(1)
+    samples = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (60, 140)]
+    engine = CaptureEngine(model, LAYERS, store_dtype=torch.float32)
+
+    together = engine.capture(samples, tokens_per_batch=999)
+
+    for sample, states in zip(samples, together, strict=True):
+        alone = engine.capture([sample], tokens_per_batch=999)[0]
+        torch.testing.assert_close(states.aux, alone.aux, atol=1e-4, rtol=1e-4)
 
 
 def greedy_by_hand(model, prompt: list[int], new_tokens: int) -> list[int]:

@@ -92,17 +92,18 @@ def _verifiers_rope(text_config: Mapping[str, Any]) -> dict[str, Any]:
     theta = rope.get("rope_theta") or text_config.get("rope_theta")
     return rope | {
         "rope_type": kind,
-        "rope_theta": float(theta or _class_theta(text_config.get("model_type"))),
+        "rope_theta": float(theta or _class_theta(str(text_config.get("model_type")))),
         "partial_rotary_factor": float(partial or 1.0),
     }
 
 
-def _class_theta(model_type: str | None) -> float:
+def _class_theta(model_type: str) -> float:
     """Return the theta that transformers takes for a config.json without one."""
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds that nearly every config saves
 
-    known = model_type in CONFIG_MAPPING
-    theta = getattr(CONFIG_MAPPING[model_type], "default_theta", 10_000.0) if known else 10_000.0
+    # noqa below: the mapping loads lazily, and its `get` does not
+    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
+    theta = getattr(known, "default_theta", 10_000.0)
     return float(theta["global"] if isinstance(theta, dict) else theta)
 
 

@@ -101,7 +101,7 @@ def _class_theta(model_type: str) -> float:
     """Return the theta that transformers takes for a config.json without one."""
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds that nearly every config saves
 
-    # noqa below: the mapping loads lazily, and its `get` does not
+    # The mapping loads lazily, which its `get` does not.
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
     theta = getattr(known, "default_theta", 10_000.0)
     return float(theta["global"] if isinstance(theta, dict) else theta)

@@ -191,8 +191,9 @@ def _check_features(values: Mapping[str, Any]) -> None:
             f"hidden_act {values['hidden_act']!r} is not served by vLLM's draft layers; "
             f"write {ACTIVATION!r}"
         )
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     for field, none in _NEUTRAL.items():
-        value = values.get(field)
+        value = values.get(field, rope.get(field))
         if value is not None and value != none:
             raise ValueError(
                 f"{field} is {value!r}, which drafts do not have; write {json.dumps(none)}"
@@ -206,7 +207,7 @@ def _check_features(values: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{named} makes a layer attend within a window, but drafts attend fully; remove it"
         )
-    if not any(values.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta")):
+    if not rope and not values.get("rope_theta"):
         raise ValueError("it names no rope_parameters; write rope_type and rope_theta at least")
 
 

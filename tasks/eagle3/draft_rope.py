@@ -31,7 +31,7 @@ _REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL),
-    "longrope": ("long_factor", _ORIGINAL),
+    "longrope": ("factor", "long_factor", _ORIGINAL),
 }
 _OPTIONAL_KEYS: dict[str, tuple[str, ...]] = {
     "default": ("mrope_section",),

@@ -97,6 +97,9 @@ def _common(values: Mapping[str, Any], text_config: Mapping[str, Any]) -> dict[s
 
 
 def _attention_widths(config: Mapping[str, Any]) -> dict[str, int]:
+    for field in ("hidden_size", "num_attention_heads"):
+        if not config.get(field):
+            raise ValueError(f"the config names no {field}; write the model's number into it")
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     latent = any(config.get(key) for key in _LATENT_ATTENTION_KEYS)
@@ -161,7 +164,10 @@ def _check_sizes(values: Mapping[str, Any], text_config: Mapping[str, Any]) -> N
             f"model_type {values.get('model_type')!r} is no layer that drafts have; "
             f"use {' or '.join(LAYER_TYPES)} (qwen3 norms queries and keys)"
         )
-    for field in _COUNTS:
+    optional = [f for f in ("head_dim", "num_key_value_heads") if values.get(f) is not None]
+    # Without a head_dim, transformers' Qwen3 has heads of 128, whatever its hidden size.
+    needed = ["head_dim"] if values["model_type"] == "qwen3" else []
+    for field in (*_COUNTS, *optional, *needed):
         count = values.get(field)
         if isinstance(count, bool) or not isinstance(count, int) or count <= 0:
             raise ValueError(f"{field} is {count!r}; write a positive whole number")
@@ -180,9 +186,6 @@ def _check_sizes(values: Mapping[str, Any], text_config: Mapping[str, Any]) -> N
             f"num_hidden_layers {values['num_hidden_layers']} exceeds the 2 that a draft can have; "
             "write 1 (a second layer costs time at every drafted token)"
         )
-    head_dim, needed = values.get("head_dim"), values["model_type"] == "qwen3"
-    if (head_dim is not None or needed) and (not isinstance(head_dim, int) or head_dim <= 0):
-        raise ValueError(f"head_dim is {head_dim!r}; write a positive whole number")
 
 
 def _check_features(values: Mapping[str, Any]) -> None:
@@ -192,6 +195,10 @@ def _check_features(values: Mapping[str, Any]) -> None:
             f"write {ACTIVATION!r}"
         )
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(
+            f"rope_parameters is {rope!r}; write an object with rope_type and rope_theta"
+        )
     for field, none in _NEUTRAL.items():
         value = values.get(field, rope.get(field))
         if value is not None and value != none:

@@ -108,6 +108,11 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         config_of({"num_key_value_heads": 3})
 
 
+def test_a_verifier_that_does_not_name_its_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match="names no num_attention_heads"):
+        config_of({"num_attention_heads": None})
+
+
 def test_two_input_norms_are_refused() -> None:
     with pytest.raises(ValidationError, match="turn one of them off"):
         DraftSettings(norm_before_fc=True, fc_norm=True)

@@ -139,6 +139,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"hidden_size 64 is not a multiple of num_attention_heads 12",
     ),
     "an odd head": ({"head_dim": 15}, r"head_dim 15 is odd, .* even head_dim"),
+    "key heads below zero": (
+        {"num_key_value_heads": -4},
+        r"num_key_value_heads is -4; write a pos",
+    ),
+    "a rope that is no object": (
+        {"rope_parameters": "yarn"},
+        r"rope_parameters is 'yarn'; write an",
+    ),
     "no head": ({"head_dim": 0}, r"head_dim is 0; write a positive"),
     "a qwen3 head that is its class's": (
         {"model_type": "qwen3", "head_dim": None},

@@ -161,7 +161,8 @@ ALL = {**EQUAL, "Phi-3-mini-128k": PHI_3_MINI_128K, **WIDTH_DIFFERS}
 POSITIONS = torch.tensor([[0, 1, 4096, 32_768, 100_000]])
 SPELLINGS = pytest.mark.parametrize("spelling", ["published", "transformers 5"])
 
-# What vLLM 0.32 reads of each rope type (rotary_embedding/__init__.py).
+# What vLLM 0.32 reads of each rope type (rotary_embedding/__init__.py), and longrope's `factor`, without
+# which transformers warns.
 SERVED_KEYS = {
     "default": {"mrope_section"},
     "linear": {"factor"},
@@ -172,7 +173,7 @@ SERVED_KEYS = {
         "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
         "attention_factor", "mrope_section",
     },
-    "longrope": {"short_factor", "long_factor", "original_max_position_embeddings"},
+    "longrope": {"factor", "short_factor", "long_factor", "original_max_position_embeddings"},
 }  # fmt: skip
 
 

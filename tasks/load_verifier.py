@@ -21,7 +21,7 @@ from tasks.stage_settings import StageSettings
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 CONVERT_VERSION = 1
 PACKAGE_PREFIX = "package://"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]

@@ -107,13 +107,14 @@ def build_draft(
     t2d: Tensor,
     d2t: Tensor,
     seed: int,
+    logit_scale: float = 1.0,
     device: torch.device | None = None,
 ) -> Eagle3DraftModel:
     """A draft around the verifier's own tensors, its trainable part in fp32 and drawn from `seed`.
 
     `embed` [V, H], `norm` [H] (the final norm), `head` [V, H], `t2d` [V] bool, `d2t` [D] offsets
-    (target_id = draft_id + d2t[draft_id]). Both heads are frozen and become one copy of `head[t2d]`
-    in fp32; a 16-bit `embed` is kept as it is, and on its own device not copied.
+    (target_id = draft_id + d2t[draft_id]). Both heads are frozen and become one copy of
+    `head[t2d] * logit_scale` in fp32; a 16-bit `embed` is kept as it is, and on its own device not copied.
     The draft lies on `device` (default: the CPU). The global random state is left as it was.
     """
     device = device or torch.device("cpu")
@@ -123,6 +124,7 @@ def build_draft(
         model = Eagle3DraftModel(config)
     kept = embed.dtype if embed.itemsize == 2 else torch.float32
     draft_head = head[t2d.to(head.device, torch.bool)].to(device, torch.float32)  # [D, H]
+    draft_head.mul_(logit_scale)
     tensors = {
         "embed_tokens.weight": embed.to(device, kept),
         "lm_head.weight": draft_head,

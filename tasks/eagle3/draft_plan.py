@@ -1,6 +1,5 @@
 """What draft a run trains: its settings, and the layer config that they and the verifier amount to."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ class DraftPlan(BaseModel):
         return {**self.settings.model_dump(mode="json", exclude=asked), "layer": self.layer}
 
 
-def plan_draft(settings: DraftSettings, text_config: Mapping[str, Any]) -> DraftPlan:
+def plan_draft(settings: DraftSettings, text_config: dict[str, Any]) -> DraftPlan:
     """Return the draft of these settings for a verifier; ValueError when the two do not fit together."""
     if settings.config is None:
         return DraftPlan(settings=settings, layer=derived_layer(text_config, settings))

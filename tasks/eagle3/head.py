@@ -1,4 +1,4 @@
-"""A verifier's embedding, final norm and head: the three tensors a draft is trained with.
+"""A verifier's embedding, final norm and head, and its logits from them: what a draft is trained with.
 
 N = positions, V = verifier vocabulary, H = verifier hidden size.
 """
@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tasks.eagle3.head_transform import PLAIN, HeadTransform
 from tasks.eagle3.verifier import VerifierFacts
 
 ROWS_PER_CHUNK = 16_384
@@ -20,23 +21,29 @@ ROWS_PER_CHUNK = 16_384
 
 @dataclass(frozen=True)
 class VerifierHead:
-    """Embedding [V, H], final RMS norm [H] and head [V, H] as stored; `head` is `embed` when tied."""
+    """Embedding [V, H], final norm [H] and head [V, H] as stored; `head` is `embed` when tied."""
 
     embed: Tensor
     norm: Tensor
     head: Tensor
     eps: float
+    transform: HeadTransform = PLAIN
 
     @property
     def tied(self) -> bool:
         """Whether the head is the embedding."""
         return self.head is self.embed
 
+    @property
+    def gain(self) -> Tensor:
+        """What the final norm multiplies by: [H], fp32."""
+        return self.norm.float() + (1.0 if self.transform.norm == "rms_plus_one" else 0.0)
+
     def normed(self, last: Tensor) -> Tensor:
         """Apply the final norm in fp32: last [N, H], pre-norm -> [N, H] fp32."""
-        states = last.float()
+        states = centered(last.float(), self.transform)
         scale = torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.eps)  # [N, 1]
-        return states * scale * self.norm.to(states.device).float()
+        return states * scale * self.gain.to(states.device)
 
     def logits(self, last: Tensor) -> Tensor:
         """Return the verifier's logits of pre-norm last states, in fp32: [N, H] -> [N, V]."""
@@ -50,7 +57,20 @@ class VerifierHead:
         for start in range(0, len(self.head), ROWS_PER_CHUNK):
             rows = self.head[start : start + ROWS_PER_CHUNK].to(last.device).float()
             torch.matmul(normed, rows.T, out=logits[:, start : start + len(rows)])
-        return logits
+        return softcapped_(logits.mul_(self.transform.logit_scale), self.transform)
+
+
+def centered(last: Tensor, transform: HeadTransform) -> Tensor:
+    """Take the mean off each state [.., H] where the final norm is a LayerNorm; what is left of it is an RMS norm."""
+    if transform.norm != "layer":
+        return last
+    return last - last.mean(dim=-1, keepdim=True)
+
+
+def softcapped_(logits: Tensor, transform: HeadTransform) -> Tensor:
+    """Cap logits in place: cap * tanh(logits / cap)."""
+    cap = transform.logit_softcap
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def read_head(directory: Path, facts: VerifierFacts) -> VerifierHead:
@@ -63,7 +83,7 @@ def read_head(directory: Path, facts: VerifierFacts) -> VerifierHead:
 
     embed = read(facts.embed_key)
     head = embed if facts.tied else read(facts.head_key)
-    return VerifierHead(embed, read(facts.norm_key), head, facts.rms_norm_eps)
+    return VerifierHead(embed, read(facts.norm_key), head, facts.norm_eps, facts.transform)
 
 
 def save_head(head: VerifierHead, path: Path) -> None:
@@ -72,20 +92,21 @@ def save_head(head: VerifierHead, path: Path) -> None:
     if not head.tied:
         tensors["head"] = head.head
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={"eps": json.dumps(head.eps)})
+    metadata = {"eps": json.dumps(head.eps), "transform": head.transform.model_dump_json()}
+    save_file(contiguous, path, metadata=metadata)
 
 
 def load_head(path: Path) -> VerifierHead:
     """Read what save_head wrote; ValueError when the file is something else."""
     with safe_open(path, framework="pt") as file:
         keys, metadata = set(file.keys()), file.metadata() or {}
-        if not {"embed", "norm"} <= keys or "eps" not in metadata:
+        if not {"embed", "norm"} <= keys or not {"eps", "transform"} <= metadata.keys():
             raise ValueError(
-                f"{path} holds {sorted(keys)}, not a verifier's embed, norm and eps; "
+                f"{path} holds {sorted(keys)}, not a verifier's embed, norm, eps and transform; "
                 "make the verifier artifact again"
             )
         embed: Tensor = file.get_tensor("embed")
         head: Tensor = file.get_tensor("head") if "head" in keys else embed
-        return VerifierHead(
-            embed, file.get_tensor("norm"), head, float(json.loads(metadata["eps"]))
-        )
+        transform = HeadTransform.model_validate_json(metadata["transform"])
+        eps = float(json.loads(metadata["eps"]))
+        return VerifierHead(embed, file.get_tensor("norm"), head, eps, transform)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tasks.eagle3.draft_rope import draft_rope
 from tasks.eagle3.draft_settings import DraftSettings
+from tasks.eagle3.verifier_config import norm_eps
 
 LayerConfig = dict[str, Any]
 """Values of a LlamaConfig or Qwen3Config; `model_type` says which."""
@@ -40,7 +41,7 @@ _NEUTRAL: dict[str, Any] = {
 _LATENT_ATTENTION_KEYS = ("kv_lora_rank", "qk_rope_head_dim")
 
 
-def derived_layer(text_config: Mapping[str, Any], settings: DraftSettings) -> LayerConfig:
+def derived_layer(text_config: dict[str, Any], settings: DraftSettings) -> LayerConfig:
     """Return a layer with the verifier's widths, norms and rope, but not its depth.
 
     `text_config` is the verifier's (the one with `hidden_size`), as in its config.json.
@@ -58,7 +59,7 @@ def derived_layer(text_config: Mapping[str, Any], settings: DraftSettings) -> La
     }
 
 
-def read_layer(path: Path, text_config: Mapping[str, Any], settings: DraftSettings) -> LayerConfig:
+def read_layer(path: Path, text_config: dict[str, Any], settings: DraftSettings) -> LayerConfig:
     """Return the layer that the JSON file describes, checked against the verifier's `text_config`.
 
     The file is a LlamaConfig's or Qwen3Config's, or the config.json of a speculators checkpoint, whose
@@ -84,12 +85,12 @@ def read_layer(path: Path, text_config: Mapping[str, Any], settings: DraftSettin
     return layer
 
 
-def _common(values: Mapping[str, Any], text_config: Mapping[str, Any]) -> dict[str, Any]:
+def _common(values: Mapping[str, Any], text_config: dict[str, Any]) -> dict[str, Any]:
     return {
         "vocab_size": int(values["vocab_size"]),
         "hidden_act": ACTIVATION,
         "max_position_embeddings": int(values["max_position_embeddings"]),
-        "rms_norm_eps": float(values["rms_norm_eps"]),
+        "rms_norm_eps": norm_eps(text_config),
         "initializer_range": float(values.get("initializer_range") or 0.02),
         "bos_token_id": text_config.get("bos_token_id"),
         "eos_token_id": text_config.get("eos_token_id"),
@@ -158,7 +159,7 @@ def _layer_values(values: dict[str, Any], settings: DraftSettings) -> dict[str, 
     return layer
 
 
-def _check_sizes(values: Mapping[str, Any], text_config: Mapping[str, Any]) -> None:
+def _check_sizes(values: Mapping[str, Any], text_config: dict[str, Any]) -> None:
     if values.get("model_type") not in LAYER_TYPES:
         raise ValueError(
             f"model_type {values.get('model_type')!r} is no layer that drafts have; "
@@ -171,15 +172,14 @@ def _check_sizes(values: Mapping[str, Any], text_config: Mapping[str, Any]) -> N
         count = values.get(field)
         if isinstance(count, bool) or not isinstance(count, int) or count <= 0:
             raise ValueError(f"{field} is {count!r}; write a positive whole number")
-    for field, why in (
-        ("hidden_size", "the draft reads the verifier's states"),
-        ("vocab_size", "the draft reads the verifier's tokens"),
-        ("rms_norm_eps", "the verifier's final norm is computed with it"),
+    for field, wanted, why in (
+        ("hidden_size", text_config["hidden_size"], "the draft reads the verifier's states"),
+        ("vocab_size", text_config["vocab_size"], "the draft reads the verifier's tokens"),
+        ("rms_norm_eps", norm_eps(text_config), "the verifier's final norm is computed with it"),
     ):
-        if values.get(field) != text_config[field]:
+        if values.get(field) != wanted:
             raise ValueError(
-                f"{field} {values.get(field)!r} differs from the verifier's {text_config[field]!r}, but {why}; "
-                f"write {text_config[field]!r}"
+                f"{field} {values.get(field)!r} differs from the verifier's {wanted!r}, but {why}; write {wanted!r}"
             )
     if values["num_hidden_layers"] > 2:
         raise ValueError(
@@ -218,7 +218,7 @@ def _check_features(values: Mapping[str, Any]) -> None:
         raise ValueError("it names no rope_parameters; write rope_type and rope_theta at least")
 
 
-def _check_positions(layer: LayerConfig, text_config: Mapping[str, Any]) -> None:
+def _check_positions(layer: LayerConfig, text_config: dict[str, Any]) -> None:
     positions, theirs = layer["max_position_embeddings"], text_config["max_position_embeddings"]
     rope = layer["rope_parameters"]
     stretched = int(rope.get("original_max_position_embeddings", 0) * rope.get("factor", 1))

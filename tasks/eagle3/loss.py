@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tasks.eagle3.head import softcapped_
+from tasks.eagle3.head_transform import HeadTransform
+
 CHUNK_BYTES_CPU = 8 << 20
 """Bytes of one chunk's logits: the elementwise work then stays in a CPU's last-level cache."""
 
@@ -34,6 +37,7 @@ class LossInputs:
     scored: Tensor  # [U, K] index into the R rows; R where there is none
     weights: Tensor  # [U, K] 1 where the loss counts, else 0
     step_scales: tuple[float, ...]  # K factors: decay ** k / (supervised rows + 1e-5)
+    transform: HeadTransform  # of the verifier; its scale is in both heads already
     loss_function: Callable[[Tensor, Tensor], Tensor] | None  # None = KL(target || draft), fused
 
 
@@ -111,6 +115,7 @@ def _chunk(
     """Losses [c, K], matches [c, K], and each unweighted loss's gradient [c * K, H]."""
     narrow = buffers.narrow
     targets = _logits(target_states, inputs.target_head, buffers.target_logits, narrow)  # [c, D]
+    softcapped_(targets, inputs.transform)
     logits = _logits(hidden, inputs.head, buffers.logits, narrow)  # [c * K, D]
     if inputs.loss_function is None:
         loss, matches, d_logits = _kl_loss(logits, targets, buffers)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tasks.eagle3.batches import TrainingSample, pack, plan_batches
 from tasks.eagle3.draft import Eagle3DraftModel, trainable_parameters
+from tasks.eagle3.head_transform import PLAIN, HeadTransform
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_step import (
     Precision,
@@ -62,8 +63,10 @@ class Training:
         precision: Precision,
         train_lengths: Sequence[int],
         val_lengths: Sequence[int],
+        transform: HeadTransform = PLAIN,
     ) -> None:
         self.draft, self._settings, self._precision = draft, settings, precision
+        self._transform = transform
         self._train, self._val = train, val
         self._lengths, self._val_lengths = list(train_lengths), list(val_lengths)
         self.parameters = trainable_parameters(draft)
@@ -190,6 +193,7 @@ class Training:
             loss=self._settings.loss,
             step_loss_decay=self._settings.ttt_step_decay,
             precision=self._precision,
+            transform=self._transform,
         )
 
     def _step(self, indices: list[int]) -> None:

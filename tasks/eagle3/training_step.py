@@ -19,6 +19,8 @@ from torch.nn.functional import linear
 from tasks.eagle3.batches import PackedBatch
 from tasks.eagle3.draft import Eagle3DraftModel, eager_loss
 from tasks.eagle3.draft_layer import DraftLayer, LayerMemory, Rotation
+from tasks.eagle3.head import centered
+from tasks.eagle3.head_transform import PLAIN, HeadTransform
 from tasks.eagle3.loss import REDUCTION_EPS, LossInputs, ttt_loss
 from tasks.eagle3.row_ops import normalize, select_rows
 from tasks.eagle3.step_plan import StepPlan, StepRows, plan_steps
@@ -52,12 +54,14 @@ def training_forward(
     step_loss_decay: float = 1.0,
     precision: Precision = "fp32",
     plan: StepPlan | None = None,
+    transform: HeadTransform = PLAIN,
 ) -> StepResult:
     """Loss (with gradient) and metrics of a batch on the draft's device.
 
     Equals `Eagle3DraftModel.forward` of speculators 0.9.0 in loss, metrics and every gradient.
     Under `torch.no_grad()` nothing is kept for a backward. `plan` is `plan_batch`'s for this batch
-    (without it the step waits for the mask to come from the device).
+    (without it the step waits for the mask to come from the device). `transform` is the verifier's: its kind of
+    norm and its soft-cap, which speculators does not know, decide the targets (its scale is in the heads).
     Raises ValueError for unknown losses, for batches without supervision, and for drafts with
     features that the step does not compute.
     """
@@ -75,7 +79,7 @@ def training_forward(
     hidden = _run_steps(draft, batch, plan, dtype)  # [sum of N_k, H]
     targets = batch.last.index_select(0, plan.targets).to(draft.fc.weight.dtype)  # [U, H]
     with torch.no_grad():
-        target_states = draft.verifier_norm(targets).to(dtype)
+        target_states = draft.verifier_norm(centered(targets, transform)).to(dtype)
     inputs = LossInputs(
         head=draft.lm_head.weight.detach().to(dtype),
         target_head=draft.verifier_lm_head.weight.detach().to(dtype),
@@ -86,6 +90,7 @@ def training_forward(
             step_loss_decay**k / (count + REDUCTION_EPS) for k, count in enumerate(plan.supervised)
         ),
         loss_function=loss_function,
+        transform=transform,
     )
     total, step_losses, matches = ttt_loss(hidden, inputs=inputs)
     metrics = _metrics(total.detach(), step_losses, matches, plan, batch.loss_mask)

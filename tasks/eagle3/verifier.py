@@ -15,12 +15,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from tasks.eagle3.head_transform import HeadTransform, find_transform
 from tasks.eagle3.verifier_config import (
     eos_token_ids,
     find_text_config,
+    norm_eps,
     read_config,
-    refuse_head_transforms,
     required_number,
+    with_defaults,
     without_incidentals,
 )
 from tasks.eagle3.weight_files import (
@@ -79,7 +81,8 @@ class VerifierFacts(BaseModel):
     hidden_size: int
     num_hidden_layers: int
     vocab_size: int
-    rms_norm_eps: float
+    norm_eps: float
+    transform: HeadTransform
     max_position_embeddings: int
     tied: bool
     """Whether the head is the embedding."""
@@ -104,9 +107,9 @@ def read_facts(directory: Path) -> VerifierFacts:
     head needs a transform that is not implemented here (a wrong head would train a draft on wrong
     targets in silence).
     """
-    config = read_config(directory)
+    config = with_defaults(read_config(directory))
     config_path, text = find_text_config(config, directory)
-    refuse_head_transforms(config, text)
+    transform = find_transform(config, text)
     stored = {
         k: entry for file in read_weight_files(directory) for k, entry in file.tensors.items()
     }
@@ -129,7 +132,8 @@ def read_facts(directory: Path) -> VerifierFacts:
         hidden_size=hidden,
         num_hidden_layers=text["num_hidden_layers"],
         vocab_size=vocab,
-        rms_norm_eps=required_number(text, "rms_norm_eps", directory),
+        norm_eps=norm_eps(text) or required_number(text, "rms_norm_eps", directory),
+        transform=transform,
         max_position_embeddings=required_number(text, "max_position_embeddings", directory),
         tied=head_key == embed_key,
         embed_key=embed_key,

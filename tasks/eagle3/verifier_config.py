@@ -8,32 +8,8 @@ from tasks.eagle3.weight_files import VerifierError, read_json_object
 
 SIZE_FIELDS = ("hidden_size", "num_hidden_layers", "vocab_size")
 
-# Config fields of transforms between the final norm and the logits (transformers 5.19), with the
-# value that means "none".
-_HEAD_TRANSFORMS: dict[str, float | None] = {
-    "final_logit_softcapping": None,
-    "output_logit_soft_cap": None,
-    "logits_soft_cap": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-    "output_multiplier": 1.0,
-    "output_multiplier_scale": 1.0,
-    "logits_mup_width_multiplier": 1.0,
-}
-
-# Models whose RMS norm scales by (1 + w) in transformers 5.19; all others scale by w.
-_ONE_PLUS_NORMS = frozenset({
-    "gemma", "gemma2", "gemma3", "gemma3_text", "minimax_m3_vl_text", "muse_glimmer_text",
-    "nemotron", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "step3p5", "t5gemma", "t5gemma2",
-    "vaultgemma",
-})  # fmt: skip
-
-# Models whose config class transforms the logits by default: their config.json may not say so.
-_TRANSFORM_BY_DEFAULT = frozenset({
-    "cohere", "cohere2", "cohere2_moe", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text",
-})  # fmt: skip
+# What the draft is built from besides; a config may leave any of it to the defaults of its class.
+_NEEDED_FIELDS = (*SIZE_FIELDS, "max_position_embeddings", "num_attention_heads")
 
 # Written by whoever saved the model last; they say nothing about it.
 _INCIDENTAL_CONFIG = frozenset({"_name_or_path", "transformers_version"})
@@ -46,6 +22,41 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not (directory / "config.json").is_file():
         raise VerifierError(f"{directory} has no config.json; is it a model directory?")
     return read_json_object(directory / "config.json")
+
+
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with the defaults of its transformers class where it lacks what is needed here.
+
+    Some published configs (Gemma-3's) hold little more than what differs from them. One that is complete, or whose
+    model_type transformers does not know, is returned as it is.
+    """
+    complete = any(
+        all(field in found for field in _NEEDED_FIELDS) and norm_eps(found) is not None
+        for _, found in _walk(config)
+    )
+    if complete:
+        return config
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - a second that complete configs save
+
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        return config
+    try:
+        resolved: dict[str, Any] = CONFIG_MAPPING[model_type].from_dict(config).to_dict()
+    except Exception as error:  # each class has checks of its own kind
+        raise VerifierError(
+            f"config.json is no {model_type} config that transformers accepts: {' '.join(str(error).split())}"
+        ) from error
+    return resolved
+
+
+def norm_eps(text: dict[str, Any]) -> float | None:
+    """Return the final norm's epsilon under whichever name the config has it; None when it has none."""
+    for field in ("rms_norm_eps", "layer_norm_eps", "norm_eps"):
+        value = text.get(field)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            return float(value)
+    return None
 
 
 def find_text_config(
@@ -90,30 +101,6 @@ def _walk(
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def refuse_head_transforms(config: dict[str, Any], text: dict[str, Any]) -> None:
-    """Raise VerifierError when the model's logits are not lm_head(norm(x)) with a norm scaled by w."""
-    for field, none in _HEAD_TRANSFORMS.items():
-        value = text.get(field, config.get(field))
-        if value is not None and value != none:
-            raise VerifierError(
-                f"the config sets {field} = {value}: this model transforms its logits, and a head rebuilt "
-                "as lm_head(norm(x)) would give other targets than the verifier; it is not supported"
-            )
-    for model_type in (text.get("model_type"), config.get("model_type")):
-        if model_type in _ONE_PLUS_NORMS:
-            raise VerifierError(
-                f"model_type {model_type}: its norms scale by (1 + w), and a head rebuilt with w would "
-                "give other targets than the verifier; it is not supported"
-            )
-        if model_type in _TRANSFORM_BY_DEFAULT:
-            raise VerifierError(
-                f"model_type {model_type}: it scales or caps its logits, and a head rebuilt as "
-                "lm_head(norm(x)) would give other targets than the verifier; it is not supported"
-            )
-    if text.get("dim_model_base"):  # MiniCPM divides the last state by hidden_size / dim_model_base
-        raise VerifierError("the config sets dim_model_base: scaled logits are not supported")
 
 
 def required_number(text: dict[str, Any], field: str, directory: Path) -> Any:

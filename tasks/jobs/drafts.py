@@ -46,8 +46,9 @@ def make_draft(
     return build_draft(
         config,
         embed=head.embed,
-        norm=head.norm,
+        norm=head.gain,
         head=head.head,
+        logit_scale=head.transform.logit_scale,
         t2d=torch.from_numpy(vocab["t2d"].astype(np.bool_)),
         d2t=torch.from_numpy(vocab["d2t"]),
         seed=seed,

@@ -13,6 +13,9 @@ from storage.store import Store
 from tasks.child import ProgressCallback
 from tasks.eagle3.draft import Eagle3DraftModel, load_speculator, save_speculator
 from tasks.jobs.drafts import load_weights, make_draft, trained_weights
+from tasks.jobs.verifiers import open_facts
+
+FROM_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
 class ExportMismatchError(RuntimeError):
@@ -31,11 +34,12 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
         verifier_path=parts["directory"],
     )
     load_weights(draft, trained_weights(store, parts["weights"]))
+    plain = open_facts(store, artifacts.require(store, parts["verifier"])).transform.plain
     dtype = getattr(torch, request["dtype"])
     with artifacts.write(store, wanted) as writer, tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         save_speculator(draft, directory, dtype=dtype)
-        compared = compare(draft, load_speculator(directory), dtype=dtype)
+        compared = compare(draft, load_speculator(directory), dtype=dtype, plain_head=plain)
         if request["verifier_path"] != parts["directory"]:
             draft.config.speculators_config.verifier.name_or_path = request["verifier_path"]
             draft.config.save_pretrained(directory)
@@ -55,13 +59,25 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
     return {}
 
 
-def compare(trained: Eagle3DraftModel, loaded: Eagle3DraftModel, *, dtype: torch.dtype) -> int:
-    """Compare every tensor of the loaded draft with the trained one's, rounded to `dtype`; returns their number."""
+def compare(
+    trained: Eagle3DraftModel,
+    loaded: Eagle3DraftModel,
+    *,
+    dtype: torch.dtype,
+    plain_head: bool = True,
+) -> int:
+    """Compare every tensor of the loaded draft with the trained one's, rounded to `dtype`; returns their number.
+
+    Two tensors serve training only and are read by speculators from the verifier itself. It knows no head transform:
+    where the verifier has one (`plain_head` false) they are left out.
+    """
     expected, actual = trained.state_dict(), loaded.state_dict()
     if expected.keys() != actual.keys():
         raise ExportMismatchError(
             f"export: tensors differ by name: {sorted(expected.keys() ^ actual.keys())}"
         )
+    for name in () if plain_head else FROM_VERIFIER:
+        del expected[name]
     for name, value in expected.items():
         rounded = value.to(dtype) if value.is_floating_point() else value
         if not torch.equal(rounded, actual[name].to(rounded.dtype)):

@@ -51,9 +51,10 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
             {"stage": stage, "done": done, "total": total, "unit": "tokens"}
         ),
     )
+    answers = [answer[: rooms[i]] for i, answer in zip(fitting, answers, strict=True)]
     rows = []
-    for i, written in zip(fitting, answers, strict=True):
-        conversation, history, answer = conversations[i], histories[i], written[: rooms[i]]
+    for i, answer in zip(fitting, answers, strict=True):
+        conversation, history = conversations[i], histories[i]
         text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
         messages = [*history, {"role": "assistant", "content": text}]
         rows.append(

@@ -25,6 +25,7 @@ from tasks.eagle3.training_settings import TrainSettings
 from tasks.jobs.drafts import make_draft
 from tasks.jobs.models import resolve_device
 from tasks.jobs.samples import open_samples
+from tasks.jobs.verifiers import open_facts
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     settings = TrainSettings.model_validate(request["settings"])
     device = resolve_device(settings.device)
     draft = make_draft(store, request["draft_parts"], seed=settings.seed, device=device)
+    verifier = artifacts.require(store, request["draft_parts"]["verifier"])
     checkpoint = latest_checkpoint(store, wanted.key)
     with ExitStack() as stack:
         sides = open_samples(stack, store, request, max_tokens=settings.max_tokens)
@@ -46,6 +48,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
             precision="bf16" if settings.precision == "bf16" else "fp32",
             train_lengths=sides["train"].lengths,
             val_lengths=sides["val"].lengths,
+            transform=open_facts(store, verifier).transform,
         )
         if checkpoint is not None:
             tensors, state = load_checkpoint(store, checkpoint[1])

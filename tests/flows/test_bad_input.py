@@ -162,11 +162,17 @@ def test_a_verifier_with_fewer_layers_than_asked_for(refusal):
 
 
 def test_a_layer_id_below_zero(refusal):
-    assert "capture.layers [-1, 4, 5] must lie in [0, 8)" in refusal(capture={"layers": [-1, 4, 5]})
+    error = refusal(status=2, capture={"layers": [-1, 4, 5]})
+
+    assert "capture.layers [-1, 4, 5] must not be negative" in error
+
+
+def test_a_layer_id_beyond_the_verifier(refusal):
+    assert "capture.layers [1, 4, 8] must lie in [0, 8)" in refusal(capture={"layers": [1, 4, 8]})
 
 
 def test_layer_ids_out_of_order(refusal):
-    assert "use [2, 4, 5]" in refusal(capture={"layers": [4, 2, 5]})
+    assert "use [2, 4, 5]" in refusal(status=2, capture={"layers": [4, 2, 5]})
 
 
 def test_a_verifier_too_shallow_for_the_default_layers(refusal, tmp_path):
@@ -212,7 +218,7 @@ def test_a_store_in_memory(refusal):
 
 
 def test_a_store_of_an_unknown_kind(refusal):
-    assert "nonsense" in refusal(store="nonsense://runs")
+    assert "nonsense" in refusal(status=2, store="nonsense://runs")
 
 
 @pytest.mark.parametrize(

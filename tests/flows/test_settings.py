@@ -92,7 +92,7 @@ def test_set_changes_one_setting(file, override, value):
 
 
 def test_a_later_set_wins(file):
-    assert load_settings(file, ["train.lr=1", "train.lr=2"]).train.lr == 2
+    assert load_settings(file, ["train.lr=0.1", "train.lr=0.2"]).train.lr == 0.2
 
 
 @pytest.mark.parametrize("override", ["train.lr", "=1"])

@@ -1,5 +1,6 @@
 """The training step against speculators' own forward: loss, metrics and every gradient."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from tasks.eagle3 import step_plan
 from tasks.eagle3.batches import PackedBatch
 from tasks.eagle3.draft import Eagle3DraftModel, eager_loss, trainable_parameters
+from tasks.eagle3.head_transform import HeadTransform
 from tasks.eagle3.step_plan import plan_steps
 from tasks.eagle3.training_step import (
     expected_acceptance_length,
@@ -268,3 +270,36 @@ def test_a_plan_of_another_batch_is_refused() -> None:
 def test_the_expected_acceptance_length_multiplies_conditional_accuracies() -> None:
     sums = {"cond_acc_0_sum": 6, "cond_acc_0_total": 12, "cond_acc_1_sum": 4, "cond_acc_1_total": 8}
     assert expected_acceptance_length({k: float(v) for k, v in sums.items()}) == 1.75
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        HeadTransform(norm="layer"),
+        HeadTransform(logit_softcap=3.0),
+        HeadTransform(norm="layer", logit_softcap=3.0),
+    ],
+    ids=["layer norm", "soft-cap", "both"],
+)
+@pytest.mark.parametrize("loss", ["kl_div", "ce"])
+def test_a_verifiers_head_transform_shapes_the_targets(transform: HeadTransform, loss: str) -> None:
+    draft = make_draft()
+    batch = make_batch()
+    batch = dataclasses.replace(batch, last=batch.last + 2.0)  # a mean worth taking off
+    plain = ours(draft, batch, ttt_steps=3, decay=1.0, loss=loss)
+    mine = ours(draft, batch, ttt_steps=3, decay=1.0, loss=loss, transform=transform)
+    # speculators' own forward, its two modules for the targets changed to what such a verifier does
+    if transform.norm == "layer":
+        draft.verifier_norm.register_forward_pre_hook(
+            lambda _, args: (args[0] - args[0].mean(-1, keepdim=True),)
+        )
+    cap = transform.logit_softcap
+    if cap is not None:
+        draft.verifier_lm_head.register_forward_hook(
+            lambda _, __, logits: cap * torch.tanh(logits / cap)
+        )
+    theirs = reference(draft, batch, ttt_steps=3, decay=1.0, loss=eager_loss(loss))
+
+    assert_equal_steps(mine, theirs, tolerance=5e-5)
+    if loss == "kl_div":  # ce only knows the best token, which a cap does not change
+        assert not torch.allclose(plain[0], mine[0], rtol=1e-2)

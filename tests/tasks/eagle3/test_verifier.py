@@ -22,6 +22,7 @@ CONFIG = {
     "num_hidden_layers": 2,
     "vocab_size": 6,
     "rms_norm_eps": 1e-5,
+    "num_attention_heads": 2,
     "max_position_embeddings": 32,
     "eos_token_id": 5,
 }
@@ -82,7 +83,7 @@ def test_a_nested_config_is_found_at_any_depth_beside_a_vision_tower(tmp_path):
 
     assert facts.config_path == ("thinker", "text_config")
     assert facts.norm_key == "language_model.model.norm.weight"
-    assert (facts.model_type, facts.rms_norm_eps, facts.dtype) == ("outer", 1e-5, "bfloat16")
+    assert (facts.model_type, facts.norm_eps, facts.dtype) == ("outer", 1e-5, "bfloat16")
 
 
 def test_a_kimi_checkpoint_is_read(tmp_path):
@@ -174,9 +175,8 @@ def test_end_tokens_come_from_the_generation_config_then_from_the_config(
         (CONFIG | {"final_logit_softcapping": 30.0}, tensors(), "final_logit_softcapping = 30.0"),
         (CONFIG | {"logit_scale": 0.0625}, tensors(), "logit_scale = 0.0625"),
         (CONFIG | {"logits_scaling": 8.0}, tensors(), "logits_scaling = 8.0"),
-        (CONFIG | {"model_type": "gemma2"}, tensors(), r"gemma2: its norms scale by \(1 \+ w\)"),
-        (CONFIG | {"model_type": "cohere"}, tensors(), "cohere: it scales or caps its logits"),
-        (CONFIG | {"rms_norm_eps": None}, tensors(), "rms_norm_eps is None"),
+        (CONFIG | {"model_type": "gemma3n"}, tensors(), "gemma3n: its norm or logits have a form"),
+        (CONFIG | {"rms_norm_eps": None}, tensors(), "rms_norm_eps"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused_with_the_reason(tmp_path, config, weights, message):
@@ -286,3 +286,30 @@ def test_impossible_layer_ids_are_refused(ids):
 
 def test_layer_ids_may_reach_from_the_embedding_to_the_last_layers_input():
     check_layer_ids([0, 7], 8)
+
+
+def test_a_config_that_leaves_fields_to_its_class_gets_its_defaults(tmp_path):
+    # as Gemma-3 is published: no vocabulary, no heads, no epsilon
+    text = {"model_type": "gemma3_text", "hidden_size": 8, "num_hidden_layers": 2}
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    rows = torch.zeros(262208, 8, dtype=torch.bfloat16)
+    norm = {"language_model.model.norm.weight": torch.zeros(8)}
+    weights = norm | {"language_model.model.embed_tokens.weight": rows}
+
+    facts = read_facts(write_model(tmp_path / "m", config | {"text_config": text}, weights))
+
+    assert facts.config_path == ("text_config",)
+    assert (facts.vocab_size, facts.norm_eps, facts.max_position_embeddings) == (
+        262208,
+        1e-6,
+        131072,
+    )
+    assert (facts.tied, facts.transform.norm) == (True, "rms_plus_one")
+    assert facts.text_config["num_attention_heads"] == 8
+
+
+def test_a_config_that_its_class_refuses_is_refused_with_the_reason(tmp_path):
+    config = {k: v for k, v in CONFIG.items() if k != "num_attention_heads"}
+
+    with pytest.raises(VerifierError, match=r"no llama config .* not a multiple of the number"):
+        read_facts(write_model(tmp_path / "m", config, tensors()))

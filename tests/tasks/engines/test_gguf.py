@@ -100,7 +100,7 @@ def test_config_and_end_token_come_from_the_metadata(tiny):
 
     assert (facts.num_hidden_layers, facts.hidden_size, facts.vocab_size) == (8, 64, 320)
     assert facts.text_config["num_key_value_heads"] == 2
-    assert (facts.rms_norm_eps, facts.tied, facts.eos_token_ids) == (1e-6, False, (2,))
+    assert (facts.norm_eps, facts.tied, facts.eos_token_ids) == (1e-6, False, (2,))
 
 
 def test_the_tokenizer_keeps_ids_template_and_splits_digits(tiny):

@@ -1,0 +1,262 @@
+"""Training step on a GPU against speculators' own, on drafts of Qwen3-8B's and Kimi-K2.5's size.
+
+`python tests/benchmarks/bench_train_gpu.py [--shape qwen3-8b] [--profile FILE] [--record]`
+
+Both sides do the same on the same weights and batches: forward, backward, gradient norm, fused AdamW, in bf16 with fp32
+masters. speculators runs as its Trainer runs it: bf16 autocast, flex attention, torch.compile of the whole forward,
+and the eager loss (its fused one does not compile with torch 2.11). Each side runs alone: its peak memory is its own.
+"""
+
+import argparse
+import datetime as dt
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from tasks.eagle3.batches import PackedBatch, TrainingSample, pack  # noqa: E402
+from tasks.eagle3.draft import (  # noqa: E402
+    DraftSettings,
+    Eagle3DraftModel,
+    draft_config,
+    eager_loss,
+    trainable_parameters,
+)
+from tasks.eagle3.training_step import plan_batch, training_forward  # noqa: E402
+
+TTT_STEPS = 3
+DRAFT_VOCAB = 32_000
+DOCUMENT = 1024
+STEPS = 20
+
+QWEN3_8B = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151_936, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "max_position_embeddings": 40_960,
+}  # fmt: skip
+KIMI_K25 = {
+    "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "head_dim": 112, "vocab_size": 163_840, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5e4,
+    "max_position_embeddings": 262_144,
+}  # fmt: skip
+SHAPES = {"qwen3-8b": (QWEN3_8B, 8192), "kimi-k2.5": (KIMI_K25, 4096)}
+"""Verifier's sizes and packed tokens of a step."""
+
+
+def make_draft(sizes: dict[str, Any], *, attention: str) -> Eagle3DraftModel:
+    """A draft on the GPU with the same random tensors at every call."""
+    config = draft_config(
+        sizes,
+        draft_vocab_size=DRAFT_VOCAB,
+        layer_ids=[2, 18, 33],
+        settings=DraftSettings(),
+        verifier_name_or_path="none",
+        verifier_architectures=["none"],
+        draft_tokens=TTT_STEPS,
+    )
+    config.transformer_layer_config._attn_implementation = attention
+    with torch.device("meta"):
+        draft = Eagle3DraftModel(config)  # type: ignore[no-untyped-call]
+    draft = draft.to_empty(device="cuda").float()
+    with torch.device("cuda"):
+        fresh: Any = type(draft.rotary_emb)(config.transformer_layer_config)
+    draft.rotary_emb = fresh
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for name, weight in sorted(draft.named_parameters()):
+            if weight.dim() == 1:
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0, 1.0 if "embed" in name else 0.02, generator=generator)
+        draft.verifier_lm_head.weight.copy_(draft.lm_head.weight)
+        draft.t2d.copy_(torch.arange(len(draft.t2d), device="cuda") < DRAFT_VOCAB)
+        draft.d2t.zero_()
+    return draft
+
+
+def make_batch(sizes: dict[str, Any], tokens: int, *, seed: int) -> PackedBatch:
+    """Documents of DOCUMENT rows, the last 70 % of each supervised, as in chats."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = int(sizes["hidden_size"])
+    samples = []
+    for _ in range(tokens // DOCUMENT):
+        length = DOCUMENT + 1
+        samples.append(
+            TrainingSample(
+                input_ids=torch.randint(DRAFT_VOCAB, (length,), generator=generator),
+                aux=torch.randn(length, 3 * hidden, generator=generator).bfloat16(),
+                last=torch.randn(length, hidden, generator=generator).bfloat16(),
+                loss_mask=torch.arange(length) > length * 0.3,
+            )
+        )
+    return pack(samples)
+
+
+def our_forward(draft: Eagle3DraftModel) -> Callable[[PackedBatch], torch.Tensor]:
+    """This project's step, with the planning of the batch counted in."""
+
+    def forward(batch: PackedBatch) -> torch.Tensor:
+        plan = plan_batch(draft, batch, ttt_steps=TTT_STEPS)
+        moved = batch.to("cuda")
+        return training_forward(draft, moved, ttt_steps=TTT_STEPS, precision="bf16", plan=plan).loss
+
+    return forward
+
+
+def peer_forward(draft: Any) -> Callable[[PackedBatch], torch.Tensor]:
+    """speculators' forward."""
+    loss_config = {"kl_div": (eager_loss("kl_div"), 1.0)}
+
+    def forward(batch: PackedBatch) -> torch.Tensor:
+        moved = batch.to("cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            _, loss, _ = draft(
+                moved.aux[None],
+                moved.input_ids[None],
+                moved.document_ids[None],
+                loss_mask=moved.loss_mask[None],
+                position_ids=moved.position_ids[None],
+                verifier_last_hidden_states=moved.last[None],
+                ttt_steps=TTT_STEPS,
+                loss_config=loss_config,
+            )
+        return loss
+
+    return forward
+
+
+def measure(
+    draft: Eagle3DraftModel,
+    forward: Callable[[PackedBatch], torch.Tensor],
+    batches: list[PackedBatch],
+    *,
+    profile: Path | None = None,
+) -> dict[str, Any]:
+    """Time to the first step, median step, peak memory, losses."""
+    torch.cuda.reset_peak_memory_stats()
+    parameters = list(trainable_parameters(draft).values())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    losses, seconds = [], []
+
+    def step(batch: PackedBatch) -> None:
+        loss = forward(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+
+    started = time.perf_counter()
+    step(batches[0])
+    torch.cuda.synchronize()
+    first = time.perf_counter() - started
+    for _ in range(3):
+        step(batches[0])
+    for number in range(STEPS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        step(batches[number % len(batches)])
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    if profile is not None:
+        write_profile(lambda: step(batches[0]), profile)
+    return {
+        "first_step_seconds": round(first, 2),
+        "milliseconds": round(statistics.median(seconds) * 1e3, 2),
+        "tokens_per_second": round(len(batches[0]) / statistics.median(seconds)),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "losses": [round(float(loss), 5) for loss in losses],
+    }
+
+
+def write_profile(step: Callable[[], None], file: Path) -> None:
+    """The kernels of three steps, by their time."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    table = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=60)
+    file.write_text(table)
+
+
+def matmul_ceiling(size: int = 8192) -> float:
+    """TFLOP/s of a large bf16 product."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(10):
+        a @ b
+    torch.cuda.synchronize()
+    return 10 * 2 * size**3 / (time.perf_counter() - started) / 1e12
+
+
+def main() -> None:
+    """Parse, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--profile", type=Path, help="directory for tables of kernels")
+    parser.add_argument("--ours-only", action="store_true")
+    parser.add_argument(
+        "--output", type=Path, default=REPOSITORY / "tests/benchmarks/results.jsonl"
+    )
+    arguments = parser.parse_args()
+    for shape in arguments.shape or SHAPES:
+        sizes, tokens = SHAPES[shape]
+        batches = [make_batch(sizes, tokens, seed=seed) for seed in range(4)]
+        for batch in batches:
+            for name, value in vars(batch).items():
+                object.__setattr__(batch, name, value.pin_memory())
+        found: dict[str, dict[str, Any]] = {}
+        sides: dict[str, tuple[str, Callable[[Any], Any]]] = {
+            "ours": ("eager", our_forward),
+            "speculators": ("simple_flex_attention", peer_forward),
+        }
+        for name, (attention, make_forward) in sides.items():
+            if arguments.ours_only and name != "ours":
+                continue
+            draft = make_draft(sizes, attention=attention)
+            profile = arguments.profile / f"{shape}-{name}.txt" if arguments.profile else None
+            found[name] = measure(draft, make_forward(draft), batches, profile=profile)
+            print(shape, name, {k: v for k, v in found[name].items() if k != "losses"}, flush=True)
+            print("   losses", found[name]["losses"], flush=True)
+            del draft
+            gc.collect()
+            torch.cuda.empty_cache()
+        peer = found.get("speculators")
+        record = {
+            "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            "device": torch.cuda.get_device_name(),
+            "versions": {n: version(n) for n in ("torch", "transformers", "speculators")},
+            "command": "python tests/benchmarks/bench_train_gpu.py",
+            "benchmark": f"train step, {shape} draft, {tokens} packed tokens, TTT {TTT_STEPS}, 70 % supervised",
+            "ours": found["ours"]["tokens_per_second"],
+            "peer": peer and peer["tokens_per_second"],
+            "ratio": peer and round(peer["milliseconds"] / found["ours"]["milliseconds"], 2),
+            "unit": "tokens/s",
+            "ceiling": f"{matmul_ceiling():.0f} TFLOP/s",
+            "peer_name": "speculators, compiled, flex attention",
+            "first_step_seconds": {
+                name: side["first_step_seconds"] for name, side in found.items()
+            },
+            "peak_gb": {name: side["peak_gb"] for name, side in found.items()},
+        }
+        print(json.dumps(record), flush=True)
+        with arguments.output.open("a") as results:
+            results.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -154,11 +154,12 @@ def _as_mistral3(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
     return model
 
 
-def build_llama4(directory: Path) -> PreTrainedModel:
+def build_llama4(directory: Path, *, floor_scale: int = 8192) -> PreTrainedModel:
+    """From `floor_scale` tokens on the layers without rotation scale their queries by position."""
     config = Llama4TextConfig(
         **SIZES, head_dim=16, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1,
         interleave_moe_layer_step=2, no_rope_layer_interval=3, attention_chunk_size=WINDOW,
-        floor_scale=8, attn_scale=0.5,
+        floor_scale=floor_scale, attn_scale=0.5,
     )  # fmt: skip
     model = save_checkpoint(Llama4ForCausalLM(config), directory)
     rewrite_weights(

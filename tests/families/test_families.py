@@ -20,13 +20,15 @@ from tasks.eagle3.hidden_states import check_states
 from tasks.eagle3.speculative import speculative_greedy
 from tasks.eagle3.training_step import training_forward
 from tasks.eagle3.verifier import VerifierError, VerifierFacts, read_facts
+from tasks.eagle3.verifier_runner import keeps_places
 from tasks.engines.loading import load_verifier_model
 from tasks.engines.transformers import CaptureEngine
 from tasks.jobs.export import FROM_VERIFIER, compare
 from tests.families.checkpoints import HIDDEN, LAYERS, SIZES
 from tests.families.drafting import LAYER_IDS, TTT_STEPS, make_draft, states_of, train
+from tests.families.nested import build_llama4
 from tests.families.readme import README, with_table
-from tests.families.table import REFUSED, WORKING, Family, RefusedFamily
+from tests.families.table import FAMILIES, REFUSED, WORKING, Family, RefusedFamily
 from tests.tiny_models import EOS_ID, VOCAB_SIZE
 
 NEW_TOKENS = 20
@@ -146,6 +148,17 @@ def test_the_speculator_comes_back_from_its_file_as_it_was(
 
 
 def test_speculative_decoding_writes_the_verifiers_own_text(checkpoint: Checkpoint) -> None:
+    check_own_text(checkpoint)
+
+
+def test_llama_4_writes_its_own_text_where_queries_scale_by_position(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.name == "Llama 4")
+    checkpoint = Checkpoint(family, tmp_path, build_llama4(tmp_path, floor_scale=8))
+    assert not keeps_places(checkpoint.model, slots=NEW_TOKENS)
+    check_own_text(checkpoint)
+
+
+def check_own_text(checkpoint: Checkpoint) -> None:
     draft = checkpoint.draft()
     whole = [[*p, *t] for p, t in zip(PROMPTS, checkpoint.texts, strict=True)]
     train(draft, states_of(checkpoint.model, whole), checkpoint.head.transform, steps=40)

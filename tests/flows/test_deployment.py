@@ -232,7 +232,7 @@ def test_the_module_runs_the_same_flow_on_a_settings_file(
 
 
 def test_cancelling_a_run_leaves_no_process(site: Site, first: str) -> None:
-    endless = site.start(train=site.settings["train"] | {"epochs": 100_000})
+    endless = site.start(train=site.settings["train"] | {"epochs": 10_000})
     wait_for(lambda: any(x.startswith("[train ") for x in site.lines(endless)), seconds=90)
     assert [x for x in site.processes() if "tasks.jobs.train" in x]
 

@@ -26,8 +26,6 @@ class Family:
     trust_remote_code: bool = False
     package: str = ""
     """What has to be installed besides."""
-    waits: str = ""
-    """What it waits for; empty when it works."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,6 @@ FAMILIES = (
         "Phi-4-mini",
         special="partial rotation, long rope",
         tied=True,
-        waits="the draft's rope takes a partly rotated long rope for a wholly rotated one",
     ),
     Family(
         "Gemma 2",
@@ -187,9 +184,6 @@ FAMILIES = (
         trust_remote_code=True,
     ),
 )
-"""To switch a waiting family on, remove its `waits`: all tests then run on it."""
-
-WORKING = tuple(family for family in FAMILIES if not family.waits)
 
 OWN_FORM = "its norm or logits have a form of their own"
 

@@ -28,7 +28,7 @@ from tests.families.checkpoints import HIDDEN, LAYERS, SIZES
 from tests.families.drafting import LAYER_IDS, TTT_STEPS, make_draft, states_of, train
 from tests.families.nested import build_llama4
 from tests.families.readme import README, with_table
-from tests.families.table import FAMILIES, REFUSED, WORKING, Family, RefusedFamily
+from tests.families.table import FAMILIES, REFUSED, Family, RefusedFamily
 from tests.tiny_models import EOS_ID, VOCAB_SIZE
 
 NEW_TOKENS = 20
@@ -64,7 +64,7 @@ class Checkpoint:
         return make_draft(self.directory, self.facts, self.head)
 
 
-@pytest.fixture(scope="module", params=WORKING, ids=lambda family: family.name)
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:

@@ -1,5 +1,6 @@
 """The verb `inspect`: what is understood of a verifier from its config and weight headers, wherever it lies."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -7,7 +8,7 @@ from tasks.eagle3.model_files import TOKENIZER_CONFIG_FILE, ModelFiles, read_jso
 from tasks.eagle3.quantization import read_quantization
 from tasks.eagle3.verifier import VerifierFacts, default_layer_ids, read_facts
 from tasks.eagle3.verifier_config import read_config
-from tasks.eagle3.weight_files import read_weight_files
+from tasks.eagle3.weight_files import TensorEntry, read_weight_files
 from tasks.engine_advice import advise
 from tasks.hardware import Machine, this_machine
 from tasks.verifier_sources import VerifierSettings, open_model, refuse_untrusted
@@ -30,11 +31,32 @@ def inspect_verifier(settings: VerifierSettings, machine: Machine | None = None)
     stored = {key: entry for file in weights for key, entry in file.tensors.items()}
     quantization = read_quantization(read_config(files), facts.text_config, stored)
     weight_bytes = sum(file.file_bytes for file in weights)
-    keys = {"embedding": facts.embed_key, "final_norm": facts.norm_key, "head": facts.head_key}
-    layers = _default_layers(facts)
+    advice = advise(
+        weight_bytes,
+        facts.parameters,
+        quantized=quantization is not None,
+        machine=machine or this_machine(),
+    )
     return {
         "model": settings.model,
         "directory": files.directory,
+        **_language_model(facts),
+        "tensors": _three_tensors(facts, stored),
+        "tied": facts.tied,
+        "head_transform": facts.transform.model_dump(),
+        "quantization": None if quantization is None else asdict(quantization),
+        "weight_files": len(weights),
+        "weight_bytes": weight_bytes,
+        "parameters": facts.parameters,
+        "eos_token_ids": list(facts.eos_token_ids),
+        "chat_template": _has_template(files),
+        "recommended": asdict(advice),
+    }
+
+
+def _language_model(facts: VerifierFacts) -> dict[str, Any]:
+    layers = _default_layers(facts)
+    return {
         "model_type": facts.model_type,
         "architectures": list(facts.architectures),
         "config_path": list(facts.config_path),
@@ -42,33 +64,21 @@ def inspect_verifier(settings: VerifierSettings, machine: Machine | None = None)
         "num_hidden_layers": facts.num_hidden_layers,
         "vocab_size": facts.vocab_size,
         "context_length": facts.max_position_embeddings,
-        "tensors": {
-            name: {
-                "key": key,
-                "file": stored[key].file,
-                "dtype": stored[key].dtype,
-                "shape": list(stored[key].shape),
-            }
-            for name, key in keys.items()
-        },
-        "tied": facts.tied,
-        "head_transform": facts.transform.model_dump(),
-        "quantization": None if quantization is None else asdict(quantization),
         "default_layers": layers,
         "bytes_per_token": (len(layers) + 1) * facts.hidden_size * STATE_BYTES if layers else None,
-        "weight_files": len(weights),
-        "weight_bytes": weight_bytes,
-        "parameters": facts.parameters,
-        "eos_token_ids": list(facts.eos_token_ids),
-        "chat_template": _has_template(files),
-        "recommended": asdict(
-            advise(
-                weight_bytes,
-                facts.parameters,
-                quantized=quantization is not None,
-                machine=machine or this_machine(),
-            )
-        ),
+    }
+
+
+def _three_tensors(facts: VerifierFacts, stored: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    keys = {"embedding": facts.embed_key, "final_norm": facts.norm_key, "head": facts.head_key}
+    return {
+        name: {
+            "key": key,
+            "file": stored[key].file,
+            "dtype": stored[key].dtype,
+            "shape": list(stored[key].shape),
+        }
+        for name, key in keys.items()
     }
 
 

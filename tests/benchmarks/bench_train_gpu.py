@@ -106,7 +106,7 @@ def our_forward(draft: Eagle3DraftModel) -> Callable[[PackedBatch], torch.Tensor
     """This project's step, with the planning of the batch counted in."""
 
     def forward(batch: PackedBatch) -> torch.Tensor:
-        plan = plan_batch(draft, batch, ttt_steps=TTT_STEPS)
+        plan = plan_batch(draft, batch, ttt_steps=TTT_STEPS, precision="bf16")
         moved = batch.to("cuda")
         return training_forward(draft, moved, ttt_steps=TTT_STEPS, precision="bf16", plan=plan).loss
 

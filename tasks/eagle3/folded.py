@@ -1,0 +1,149 @@
+"""Weights as a step's products read them: norm gains folded in, cast once, gradients summed in one place.
+
+A training step uses each matrix at every TTT step. Its folded copy is made once, and its gradient is summed over the
+steps in one buffer, on a GPU in fp32 by the product itself. The way back to weight and gain is gone once, at the end.
+
+O = output width, I = input width, n = rows, g = column groups of a stack of weights, each with a gain of its own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALL = slice(None)
+
+
+class Folded:
+    """One matrix [O, I] in the products' dtype; made by `fold`."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.gradient: Tensor | None = None
+        self.token: Tensor | None = None
+
+    def linear(self, rows: Tensor, *, outputs: slice = ALL) -> Tensor:
+        """`rows` [n, I] times the transpose of the matrix, or of these of its rows: [n, O]."""
+        product: Tensor = _Linear.apply(rows, self.token, self, outputs)
+        return product
+
+
+def fold(
+    weights: Sequence[Tensor], gains: Sequence[Tensor | None], *, dtype: torch.dtype
+) -> list[Folded]:
+    """Stack `weights` [., g * I] by rows; each of the g column groups becomes a matrix, scaled by its gain [I]."""
+    with torch.no_grad():
+        folded = [
+            Folded(_scaled(columns, gain, dtype))
+            for gain, columns in zip(gains, _column_groups(weights, len(gains)), strict=True)
+        ]
+    token = _Fold.apply(tuple(folded), *gains, *weights)
+    for one in folded:
+        one.token = token
+    return folded
+
+
+class _Fold(torch.autograd.Function):
+    """The folding as autograd sees it: all products hold its token, so its backward comes after theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, folded: tuple[Folded, ...], *tensors: Tensor | None) -> Tensor:
+        ctx.folded = folded
+        ctx.save_for_backward(*tensors)
+        return torch.zeros((), device=folded[0].value.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        groups = len(ctx.folded)
+        gains, weights = ctx.saved_tensors[:groups], ctx.saved_tensors[groups:]
+        rows = [len(weight) for weight in weights]
+        d_stack = weights[0].new_empty(sum(rows), weights[0].shape[1])
+        d_gains: list[Tensor | None] = []
+        for folded, gain, columns, d_columns in zip(
+            ctx.folded,
+            gains,
+            _column_groups(weights, groups),
+            d_stack.chunk(groups, dim=1),
+            strict=True,
+        ):
+            if folded.gradient is None:  # no product had a gradient
+                d_columns.zero_()
+                d_gains.append(None if gain is None else torch.zeros_like(gain))
+                continue
+            d_gains.append(_unfold(folded.gradient, columns, gain, d_columns))
+            folded.gradient = None
+        return None, *d_gains, *d_stack.split(rows)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, _token: Tensor, folded: Folded, outputs: slice) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.folded, ctx.outputs = folded, outputs
+        return torch.mm(rows, folded.value[outputs].mT)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        value: Tensor = ctx.folded.value
+        d_rows = None
+        if ctx.needs_input_grad[0]:
+            d_rows = torch.mm(gradients[0], value[ctx.outputs])
+        if ctx.needs_input_grad[1]:
+            _add_gradient(ctx.folded, ctx.outputs, gradients[0], rows)
+        return d_rows, value.new_zeros((), dtype=torch.float32), None, None
+
+
+def _column_groups(weights: Sequence[Tensor], groups: int) -> list[list[Tensor]]:
+    """[group][weight], views."""
+    return [list(group) for group in zip(*(w.chunk(groups, dim=1) for w in weights), strict=True)]
+
+
+def _scaled(weights: list[Tensor], gain: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weights [., I] one below the other, times the gain, in one pass on a GPU."""
+    if len(weights) == 1 and gain is None:
+        return weights[0].to(dtype).contiguous()
+    if not weights[0].is_cuda:
+        stacked = torch.cat(weights)
+        return (stacked if gain is None else stacked * gain).to(dtype)
+    value = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1], dtype=dtype)
+    for weight, part in zip(weights, torch.split(value, [len(w) for w in weights]), strict=True):
+        if gain is None:
+            part.copy_(weight)
+        else:
+            torch.mul(weight, gain, out=part)
+    return value
+
+
+def _add_gradient(folded: Folded, outputs: slice, gradient: Tensor, rows: Tensor) -> None:
+    """Add gradient.T @ rows, [n, O] and [n, I], to the matrix's gradient."""
+    wide: dict[str, Any] = {}
+    if gradient.is_cuda and gradient.dtype == torch.bfloat16:
+        wide = {"out_dtype": torch.float32}
+    if folded.gradient is None and outputs == ALL:
+        folded.gradient = torch.mm(gradient.mT, rows, **wide)
+        return
+    if folded.gradient is None:
+        folded.gradient = torch.zeros_like(folded.value, dtype=wide.get("out_dtype", rows.dtype))
+    part = folded.gradient[outputs]
+    torch.addmm(part, gradient.mT, rows, **wide, out=part)
+
+
+def _unfold(
+    d_value: Tensor, weights: list[Tensor], gain: Tensor | None, into: Tensor
+) -> Tensor | None:
+    """From the gradient of weights * gain: that of the weights goes `into`, that of the gain is returned."""
+    if gain is None:
+        into.copy_(d_value)
+        return None
+    if d_value.is_cuda and d_value.dtype == torch.float32:
+        from tasks.eagle3.kernels.fold import unfold  # noqa: PLC0415 - Triton, which only a GPU needs
+
+        return unfold(d_value, weights, gain, into=into)
+    wide = d_value.to(gain.dtype)
+    d_gain = torch.zeros_like(gain)
+    for weight, part in zip(weights, torch.split(wide, [len(w) for w in weights]), strict=True):
+        d_gain += (part * weight).sum(0)
+    torch.mul(wide, gain, out=into)
+    return d_gain

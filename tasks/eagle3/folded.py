@@ -7,6 +7,7 @@ O = output width, I = input width, n = rows, g = column groups of a stack of wei
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +16,24 @@ from torch import Tensor
 ALL = slice(None)
 
 
-class Folded:
-    """One matrix [O, I] in the products' dtype; made by `fold`."""
+@dataclass(eq=False)
+class _Matrix:
+    """A folded matrix [O, I] and the sum of its gradients so far; knows no graph, so that graphs may hold it."""
 
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-        self.gradient: Tensor | None = None
-        self.token: Tensor | None = None
+    value: Tensor
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """One matrix in the products' dtype; made by `fold`."""
+
+    matrix: _Matrix
+    token: Tensor
 
     def linear(self, rows: Tensor, *, outputs: slice = ALL) -> Tensor:
         """`rows` [n, I] times the transpose of the matrix, or of these of its rows: [n, O]."""
-        product: Tensor = _Linear.apply(rows, self.token, self, outputs)
+        product: Tensor = _Linear.apply(rows, self.token, self.matrix, outputs)
         return product
 
 
@@ -34,64 +42,62 @@ def fold(
 ) -> list[Folded]:
     """Stack `weights` [., g * I] by rows; each of the g column groups becomes a matrix, scaled by its gain [I]."""
     with torch.no_grad():
-        folded = [
-            Folded(_scaled(columns, gain, dtype))
+        matrices = [
+            _Matrix(_scaled(columns, gain, dtype))
             for gain, columns in zip(gains, _column_groups(weights, len(gains)), strict=True)
         ]
-    token = _Fold.apply(tuple(folded), *gains, *weights)
-    for one in folded:
-        one.token = token
-    return folded
+    token = _Fold.apply(tuple(matrices), *gains, *weights)
+    return [Folded(matrix, token) for matrix in matrices]
 
 
 class _Fold(torch.autograd.Function):
     """The folding as autograd sees it: all products hold its token, so its backward comes after theirs."""
 
     @staticmethod
-    def forward(ctx: Any, folded: tuple[Folded, ...], *tensors: Tensor | None) -> Tensor:
-        ctx.folded = folded
+    def forward(ctx: Any, matrices: tuple[_Matrix, ...], *tensors: Tensor | None) -> Tensor:
+        ctx.matrices = matrices
         ctx.save_for_backward(*tensors)
-        return torch.zeros((), device=folded[0].value.device)
+        return torch.zeros((), device=matrices[0].value.device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        groups = len(ctx.folded)
+        groups = len(ctx.matrices)
         gains, weights = ctx.saved_tensors[:groups], ctx.saved_tensors[groups:]
         rows = [len(weight) for weight in weights]
         d_stack = weights[0].new_empty(sum(rows), weights[0].shape[1])
         d_gains: list[Tensor | None] = []
-        for folded, gain, columns, d_columns in zip(
-            ctx.folded,
+        for matrix, gain, columns, d_columns in zip(
+            ctx.matrices,
             gains,
             _column_groups(weights, groups),
             d_stack.chunk(groups, dim=1),
             strict=True,
         ):
-            if folded.gradient is None:  # no product had a gradient
+            if matrix.gradient is None:  # no product had a gradient
                 d_columns.zero_()
                 d_gains.append(None if gain is None else torch.zeros_like(gain))
                 continue
-            d_gains.append(_unfold(folded.gradient, columns, gain, d_columns))
-            folded.gradient = None
+            d_gains.append(_unfold(matrix.gradient, columns, gain, d_columns))
+            matrix.gradient = None
         return None, *d_gains, *d_stack.split(rows)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, _token: Tensor, folded: Folded, outputs: slice) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, _token: Tensor, matrix: _Matrix, outputs: slice) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.folded, ctx.outputs = folded, outputs
-        return torch.mm(rows, folded.value[outputs].mT)
+        ctx.matrix, ctx.outputs = matrix, outputs
+        return torch.mm(rows, matrix.value[outputs].mT)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        value: Tensor = ctx.folded.value
+        value: Tensor = ctx.matrix.value
         d_rows = None
         if ctx.needs_input_grad[0]:
             d_rows = torch.mm(gradients[0], value[ctx.outputs])
         if ctx.needs_input_grad[1]:
-            _add_gradient(ctx.folded, ctx.outputs, gradients[0], rows)
+            _add_gradient(ctx.matrix, ctx.outputs, gradients[0], rows)
         return d_rows, value.new_zeros((), dtype=torch.float32), None, None
 
 
@@ -116,17 +122,17 @@ def _scaled(weights: list[Tensor], gain: Tensor | None, dtype: torch.dtype) -> T
     return value
 
 
-def _add_gradient(folded: Folded, outputs: slice, gradient: Tensor, rows: Tensor) -> None:
+def _add_gradient(matrix: _Matrix, outputs: slice, gradient: Tensor, rows: Tensor) -> None:
     """Add gradient.T @ rows, [n, O] and [n, I], to the matrix's gradient."""
     wide: dict[str, Any] = {}
     if gradient.is_cuda and gradient.dtype == torch.bfloat16:
         wide = {"out_dtype": torch.float32}
-    if folded.gradient is None and outputs == ALL:
-        folded.gradient = torch.mm(gradient.mT, rows, **wide)
+    if matrix.gradient is None and outputs == ALL:
+        matrix.gradient = torch.mm(gradient.mT, rows, **wide)
         return
-    if folded.gradient is None:
-        folded.gradient = torch.zeros_like(folded.value, dtype=wide.get("out_dtype", rows.dtype))
-    part = folded.gradient[outputs]
+    if matrix.gradient is None:
+        matrix.gradient = torch.zeros_like(matrix.value, dtype=wide.get("out_dtype", rows.dtype))
+    part = matrix.gradient[outputs]
     torch.addmm(part, gradient.mT, rows, **wide, out=part)
 
 

@@ -10,6 +10,7 @@ from flows.settings import PipelineSettings
 from storage.store import Store
 from tasks.capture import bytes_per_token, capture_key, captured_samples, wanted_samples
 from tasks.collect import collect
+from tasks.eagle3.draft_plan import plan_draft
 from tasks.load_verifier import Verifier, find_model, load_verifier, open_verifier
 from tasks.map_vocab import check_draft_size
 from tasks.regenerate import find_regenerated
@@ -27,6 +28,7 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
     directory = str(find_model(settings.verifier))
     verifier = open_verifier(store, directory, call(load_verifier, store, directory).parts[0])
     draft_size = check_draft_size(settings.vocab, verifier.facts.vocab_size)
+    plan_draft(settings.draft, verifier.facts.text_config)
     conversations = call(collect, store, settings.data)
     written: StageResult | None = conversations
     if settings.data.regenerate:

@@ -20,6 +20,7 @@ from storage.store import Store
 from tasks.capture import capture, plan_capture
 from tasks.child import kill_children
 from tasks.collect import collect
+from tasks.eagle3.draft_plan import plan_draft
 from tasks.evaluate import check_prompts, evaluate
 from tasks.export import export
 from tasks.load_verifier import find_model, load_verifier, open_verifier
@@ -79,6 +80,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
     loaded = run.stage(load_verifier, store, directory)
     verifier = open_verifier(store, directory, loaded.parts[0])
     check_draft_size(settings.vocab, verifier.facts.vocab_size)
+    draft = plan_draft(settings.draft, verifier.facts.text_config)
     layer_ids = settings.capture.layer_ids(verifier.facts.num_hidden_layers)
 
     conversations = run.stage(collect, store, settings.data)
@@ -106,7 +108,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
         split=sides,
         vocab=vocab,
         verifier=verifier,
-        draft=settings.draft,
+        draft=draft,
         settings=settings.train,
     )
     evaluation = run.stage(
@@ -118,7 +120,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
         vocab=vocab,
         verifier=verifier,
         trained=trained,
-        draft=settings.draft,
+        draft=draft,
         seed=settings.train.seed,
         settings=settings.evaluate,
     )
@@ -129,7 +131,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
         trained=trained,
         vocab=vocab,
         verifier=verifier,
-        draft=settings.draft,
+        draft=draft,
         draft_tokens=settings.evaluate.draft_tokens,
         settings=settings.export,
     )

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 from storage.artifacts import Identity
 from storage.layout import EVALUATION, REFERENCE
 from storage.store import Store
-from tasks.eagle3.draft_settings import DraftSettings
+from tasks.eagle3.draft_plan import DraftPlan
 from tasks.hardware import decoding_dtype
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
@@ -81,7 +81,7 @@ def evaluate(
     vocab: StageResult,
     verifier: Verifier,
     trained: StageResult,
-    draft: DraftSettings,
+    draft: DraftPlan,
     seed: int,
     settings: EvaluateSettings,
 ) -> StageResult:
@@ -118,7 +118,7 @@ def evaluate(
                 version=VERSION,
                 settings={
                     **settings.identity(),
-                    "draft": draft.model_dump(mode="json"),
+                    "draft": draft.identity(),
                     "layers": list(layer_ids),
                     "seed": seed,
                 },

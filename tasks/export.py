@@ -5,7 +5,7 @@ from typing import Literal
 from storage.artifacts import Identity
 from storage.layout import SPECULATOR
 from storage.store import Store
-from tasks.eagle3.draft_settings import DraftSettings
+from tasks.eagle3.draft_plan import DraftPlan
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
 from tasks.stage_settings import StageSettings
@@ -32,7 +32,7 @@ def export(
     trained: StageResult,
     vocab: StageResult,
     verifier: Verifier,
-    draft: DraftSettings,
+    draft: DraftPlan,
     draft_tokens: int,
     settings: ExportSettings,
 ) -> StageResult:
@@ -45,7 +45,7 @@ def export(
             "dtype": settings.dtype,
             "verifier_path": verifier_path,
             "draft_tokens": draft_tokens,
-            "draft": draft.model_dump(mode="json"),
+            "draft": draft.identity(),
             "layers": list(layer_ids),
         },
         inputs={

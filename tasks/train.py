@@ -5,7 +5,7 @@ from typing import Any
 from storage.artifacts import Identity
 from storage.layout import CHECKPOINTS
 from storage.store import Store
-from tasks.eagle3.draft_settings import DraftSettings
+from tasks.eagle3.draft_plan import DraftPlan
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.hardware import training_precision
 from tasks.load_verifier import Verifier
@@ -35,7 +35,7 @@ def train(
     split: StageResult,
     vocab: StageResult,
     verifier: Verifier,
-    draft: DraftSettings,
+    draft: DraftPlan,
     settings: TrainSettings,
 ) -> StageResult:
     """Train the draft in a child process; a killed training goes on at its last checkpoint."""
@@ -46,7 +46,7 @@ def train(
         version=VERSION,
         settings={
             "train": settings.identity(),
-            "draft": draft.model_dump(mode="json"),
+            "draft": draft.identity(),
             "layers": list(layer_ids),
         },
         inputs={
@@ -68,7 +68,7 @@ def train(
 
 
 def draft_parts(
-    verifier: Verifier, vocab: StageResult, layer_ids: tuple[int, ...], draft: DraftSettings
+    verifier: Verifier, vocab: StageResult, layer_ids: tuple[int, ...], draft: DraftPlan
 ) -> dict[str, Any]:
     """What a child process needs to build the draft, as a request's part."""
     return {

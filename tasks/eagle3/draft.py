@@ -5,7 +5,8 @@ This is the one module behind which speculators lies: what other modules need of
 V = verifier vocabulary, D = draft vocabulary, H = hidden size, A = captured layers.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from tasks.eagle3.draft_settings import DraftSettings
-from tasks.eagle3.verifier_config import norm_eps
+from tasks.eagle3.layer_config import LayerConfig, derived_layer
 
 __all__ = [
     "LOSS_NAMES",
@@ -41,12 +42,6 @@ _CONFIG_CLASSES: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen3": Qwen3Config,
 }
 
-# Multi-head latent attention: `head_dim` there is the rope part of a head, not a head.
-_LATENT_ATTENTION_KEYS = ("kv_lora_rank", "qk_rope_head_dim")
-
-# Legacy spellings that transformers strips and vLLM refuses (speculators 0.9.0, train/cli.py).
-_LEGACY_ROPE_KEYS = ("type", "mrope_interleaved")
-
 
 def draft_config(
     text_config: dict[str, Any],
@@ -57,10 +52,12 @@ def draft_config(
     verifier_name_or_path: str,
     verifier_architectures: Sequence[str],
     draft_tokens: int,
+    layer: LayerConfig | None = None,
 ) -> Eagle3SpeculatorConfig:
-    """A fresh config of `settings.num_layers` layers with the verifier's widths, norms and rope.
+    """The speculator's config around one or two decoder layers.
 
-    `text_config` is the verifier's resolved text config as a dict (the one with `hidden_size`).
+    `text_config` is the verifier's resolved text config as a dict (the one with `hidden_size`);
+    `layer` is what `plan_draft` made of it, else the layers are derived from it here.
     Raises ValueError when the widths contradict each other or the draft vocabulary is too large.
     """
     vocab_size = int(text_config["vocab_size"])
@@ -71,23 +68,13 @@ def draft_config(
         )
     if not layer_ids or len(set(layer_ids)) != len(layer_ids):
         raise ValueError(f"layer ids {list(layer_ids)} are empty or repeat; name each layer once")
-    widths = _attention_widths(text_config)
-    config = _CONFIG_CLASSES[settings.arch](
-        vocab_size=vocab_size,
-        num_hidden_layers=settings.num_layers,
-        intermediate_size=_intermediate_size(text_config, settings),
-        hidden_act=text_config.get("hidden_act") or text_config["hidden_activation"],
-        max_position_embeddings=int(text_config["max_position_embeddings"]),
-        rms_norm_eps=norm_eps(text_config),
-        initializer_range=float(text_config.get("initializer_range") or 0.02),
-        rope_parameters=_rope_parameters(text_config, head_dim=widths["head_dim"]),
+    values = dict(layer or derived_layer(text_config, settings))
+    config = _CONFIG_CLASSES[values.pop("model_type")](
+        **values,
         attention_bias=False,
         # vLLM's llama draft reads its number of captured layers here (0.32, llama_eagle3.py)
         num_aux_hidden_states=len(layer_ids),
         tie_word_embeddings=False,
-        bos_token_id=text_config.get("bos_token_id"),
-        eos_token_id=text_config.get("eos_token_id"),
-        **widths,
     )
     # Never left to a default: speculators' flex attention has no backward on a CPU.
     config._attn_implementation = "eager"
@@ -121,29 +108,38 @@ def build_draft(
     d2t: Tensor,
     seed: int,
     logit_scale: float = 1.0,
+    device: torch.device | None = None,
 ) -> Eagle3DraftModel:
-    """A draft in fp32 around the verifier's own tensors, its trainable part drawn from `seed`.
+    """A draft around the verifier's own tensors, its trainable part in fp32 and drawn from `seed`.
 
     `embed` [V, H], `norm` [H] (the final norm), `head` [V, H], `t2d` [V] bool, `d2t` [D] offsets
-    (target_id = draft_id + d2t[draft_id]). Both heads become `head[t2d] * logit_scale` and are frozen.
-    The global random state is left as it was.
+    (target_id = draft_id + d2t[draft_id]). Both heads are frozen and become one copy of
+    `head[t2d] * logit_scale` in fp32; a 16-bit `embed` is kept as it is, and on its own device not copied.
+    The draft lies on `device` (default: the CPU). The global random state is left as it was.
     """
-    layer_config = config.transformer_layer_config
+    device = device or torch.device("cpu")
     _check_shapes(config, embed=embed, norm=norm, head=head)
     check_vocab_map(t2d, d2t, draft_vocab_size=config.draft_vocab_size)
-    with torch.random.fork_rng(devices=[]):
-        model: Eagle3DraftModel = Eagle3DraftModel(config).float()  # type: ignore[no-untyped-call]
-    model.load_vocab_mappings(t2d.to(torch.bool), d2t.to(torch.long))
-    draft_head = head[t2d.to(head.device, torch.bool)].to(torch.float32) * logit_scale  # [D, H]
-    with torch.no_grad():
-        model.embed_tokens.weight.copy_(embed)
-        model.lm_head.weight.copy_(draft_head)
-        model.verifier_lm_head.weight.copy_(draft_head)
-        model.verifier_norm.weight.copy_(norm)
-        _initialize(model, seed=seed, std=layer_config.initializer_range)
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise ValueError(f"{name} has non-finite values; check the verifier's tensors")
+    with torch.device("meta"):  # shapes alone: nothing is drawn that is replaced below
+        model = Eagle3DraftModel(config)
+    kept = embed.dtype if embed.itemsize == 2 else torch.float32
+    draft_head = head[t2d.to(head.device, torch.bool)].to(device, torch.float32)  # [D, H]
+    draft_head.mul_(logit_scale)
+    tensors = {
+        "embed_tokens.weight": embed.to(device, kept),
+        "lm_head.weight": draft_head,
+        "verifier_lm_head.weight": draft_head,
+        "verifier_norm.weight": norm.to(device, torch.float32, copy=True),
+    }
+    for name, tensor in tensors.items():
+        _check_finite(name, tensor)
+    if model.d2t is not None:
+        tensors |= {"t2d": t2d.to(device, torch.bool), "d2t": d2t.to(device, torch.long)}
+    std = config.transformer_layer_config.initializer_range
+    tensors |= _draw(trainable_parameters(model), seed=seed, std=std, device=device)
+    model.load_state_dict(tensors, assign=True)
+    rotary = model.rotary_emb  # its table is no parameter, and was made on the meta device
+    model.rotary_emb = type(rotary)(rotary.config).to(device)
     return model
 
 
@@ -215,69 +211,23 @@ def _check_shapes(
             )
 
 
-def _initialize(model: Eagle3DraftModel, *, seed: int, std: float) -> None:
-    """Norms to one, matrices from N(0, std): by name, so that the order of modules is no input."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in trainable_parameters(model).values():
-        if parameter.dim() == 1:
-            parameter.fill_(1.0)
-        else:
-            drawn = torch.empty(parameter.shape, dtype=torch.float32)
-            parameter.copy_(drawn.normal_(0.0, std, generator=generator))
-
-
-def _intermediate_size(text_config: dict[str, Any], settings: DraftSettings) -> int:
-    dense = settings.intermediate_size or text_config.get("intermediate_size")
-    return int(dense or 3 * text_config["hidden_size"])
-
-
-def _attention_widths(text_config: dict[str, Any]) -> dict[str, int]:
-    hidden, heads = int(text_config["hidden_size"]), int(text_config["num_attention_heads"])
-    kv_heads = int(text_config.get("num_key_value_heads") or heads)
-    latent = any(text_config.get(key) for key in _LATENT_ATTENTION_KEYS)
-    head_dim = None if latent else text_config.get("head_dim")
-    if head_dim is None and hidden % heads:
-        raise ValueError(
-            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and the "
-            "verifier's config names no head_dim; a draft needs one of the two"
-        )
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
-            "the verifier's config contradicts itself"
-        )
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": int(head_dim or hidden // heads),
-    }
-
-
-def _rope_parameters(text_config: dict[str, Any], *, head_dim: int) -> dict[str, Any]:
-    """Flat rope parameters that turn whole heads; also from configs older than transformers 5."""
-    rope = dict(text_config.get("rope_parameters") or text_config.get("rope_scaling") or {})
-    if "full_attention" in rope:  # one set per layer type: the draft attends fully
-        rope = dict(rope["full_attention"])
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.setdefault("rope_theta", float(text_config.get("rope_theta") or 10_000.0))
-    if rope["rope_type"] == "mrope":
-        rope["rope_type"] = "default"
-    partial = float(rope.pop("partial_rotary_factor", None) or 1.0)
-    if "mrope_section" in rope:
-        rope["mrope_section"] = _full_head_sections(rope["mrope_section"], partial, head_dim)
-    return {key: value for key, value in rope.items() if key not in _LEGACY_ROPE_KEYS}
-
-
-def _full_head_sections(sections: Sequence[int], partial: float, head_dim: int) -> list[int]:
-    """Sections of a partly rotated head scaled to the whole head, which is what drafts rotate.
-
-    A server with multimodal positions needs the sections; for text all three positions are equal.
+def _draw(
+    parameters: Mapping[str, Tensor], *, seed: int, std: float, device: torch.device
+) -> dict[str, Tensor]:
+    """Norms of ones, matrices from N(0, std), on the CPU by name: neither the order of modules nor the
+    device is an input.
     """
-    scaled = [round(size / partial) for size in sections]
-    if 2 * sum(scaled) != head_dim:
-        raise ValueError(
-            f"mrope_section {list(sections)} with partial_rotary_factor {partial} covers "
-            f"{2 * sum(scaled)} of head_dim {head_dim}; the verifier's config contradicts itself"
-        )
-    return scaled
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {}
+    for name, parameter in parameters.items():
+        values = torch.ones(parameter.shape)
+        if parameter.dim() > 1:
+            values.normal_(0.0, std, generator=generator)
+        drawn[name] = values.to(device)
+    return drawn
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    # Both ends are NaN when any value is. No tensor of flags: gigabytes for a large embedding.
+    if not all(math.isfinite(end) for end in torch.aminmax(tensor)):
+        raise ValueError(f"{name} has non-finite values; check the verifier's tensors")

@@ -10,6 +10,10 @@ class DraftSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    config: str | None = None
+    """A JSON file with the config of the draft's layers (llama or qwen3), instead of `arch`, `num_layers` and
+    `intermediate_size`; empty = derived from the verifier's."""
+
     arch: Literal["llama", "qwen3"] = "llama"
     """Decoder layer of the draft, of those that vLLM serves. `qwen3` norms queries and keys."""
 
@@ -32,6 +36,17 @@ class DraftSettings(BaseModel):
 
     norm_before_residual: bool = False
     """Let the residual branch start from the normed state."""
+
+    @model_validator(mode="after")
+    def _one_description(self) -> "DraftSettings":
+        for name in ("arch", "num_layers", "intermediate_size"):
+            value = getattr(self, name)
+            if self.config is not None and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"draft.{name} {value} is set beside draft.config {self.config}, which describes the "
+                    "layers alone; remove one of the two"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_input_norm(self) -> "DraftSettings":

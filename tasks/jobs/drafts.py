@@ -12,7 +12,7 @@ from storage.arrays import read_arrays
 from storage.layout import DRAFT_FILE, VOCAB_FILE
 from storage.store import Store
 from tasks.eagle3.draft import Eagle3DraftModel, build_draft, draft_config, trainable_parameters
-from tasks.eagle3.draft_settings import DraftSettings
+from tasks.eagle3.draft_plan import DraftPlan
 from tasks.jobs.verifiers import open_facts, open_head
 
 CPU = torch.device("cpu")
@@ -32,16 +32,18 @@ def make_draft(
     facts, head = open_facts(store, verifier), open_head(store, verifier)
     with artifacts.open_file(store, artifacts.require(store, parts["vocab_map"]), VOCAB_FILE) as p:
         vocab = read_arrays(p)
+    plan = DraftPlan.model_validate(parts["draft"])
     config = draft_config(
         facts.text_config,
         draft_vocab_size=len(vocab["d2t"]),
         layer_ids=parts["layer_ids"],
-        settings=DraftSettings.model_validate(parts["draft"]),
+        settings=plan.settings,
+        layer=plan.layer,
         verifier_name_or_path=verifier_path or parts["directory"],
         verifier_architectures=facts.architectures,
         draft_tokens=draft_tokens,
     )
-    draft = build_draft(
+    return build_draft(
         config,
         embed=head.embed,
         norm=head.gain,
@@ -50,8 +52,8 @@ def make_draft(
         t2d=torch.from_numpy(vocab["t2d"].astype(np.bool_)),
         d2t=torch.from_numpy(vocab["d2t"]),
         seed=seed,
+        device=device,
     )
-    return torch.nn.Module.to(draft, device)
 
 
 def trained_weights(store: Store, path: str) -> dict[str, Tensor]:

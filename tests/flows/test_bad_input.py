@@ -135,6 +135,26 @@ def test_a_draft_vocabulary_larger_than_the_verifiers(refusal):
     )
 
 
+def test_a_draft_config_of_another_verifier(refusal, tmp_path):
+    layer = {
+        "model_type": "llama", "hidden_size": 128, "vocab_size": 320, "intermediate_size": 96,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+    }  # fmt: skip
+    file = tmp_path / "draft.json"
+    file.write_text(json.dumps(layer))
+
+    assert refusal(draft={"config": str(file)}).startswith(
+        f"draft.config {file}: hidden_size 128 differs from the verifier's 64"
+    )
+
+
+def test_a_draft_config_beside_settings_that_it_decides(refusal):
+    assert "draft.num_layers 2 is set beside draft.config draft.json" in refusal(
+        status=2, draft={"config": "draft.json", "num_layers": 2}
+    )
+
+
 def test_a_verifier_with_fewer_layers_than_asked_for(refusal):
     assert refusal(capture={"layers": [2, 4, 8]}).startswith(
         "capture.layers [2, 4, 8] must lie in [0, 8): the verifier has 8 layers"

@@ -66,6 +66,24 @@ def test_a_second_run_reuses_every_stage_and_writes_nothing(tiny, tmp_path, pref
     }
 
 
+def test_a_draft_config_counts_by_its_content(tiny, tmp_path, prefect_api):
+    copy = tiny.copy(tmp_path)
+    file = tmp_path / "draft.json"
+    shutil.copyfile(Path(tiny.result["speculator"]) / "config.json", file)
+    described = copy.changed(draft={"config": str(file)})
+
+    assert computed(run_flow(described, prefect_api)) == []
+
+    config = json.loads(file.read_text())
+    config["transformer_layer_config"]["intermediate_size"] = 80
+    file.write_text(json.dumps(config))
+    record = run_flow(described, prefect_api)
+
+    assert computed(record) == ["train", "evaluate", "export"]
+    exported = json.loads((Path(record["speculator"]) / "config.json").read_text())
+    assert exported["transformer_layer_config"]["intermediate_size"] == 80
+
+
 def remove_artifact(manifest: Path) -> None:
     shutil.rmtree(manifest.parent)
 

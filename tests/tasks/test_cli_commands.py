@@ -63,6 +63,15 @@ def test_an_estimate_shows_its_arithmetic(tiny, file, capsys):
     assert "24 samples are there; 0 to do" in text
 
 
+def test_an_estimate_names_a_draft_config_that_is_not_there(tiny, tmp_path, capsys):
+    values = tiny.changed(draft={"config": str(tmp_path / "none.json")})
+    file = write_settings(values, tmp_path / "settings.yaml")
+
+    assert main(["estimate", str(file)]) == 1
+
+    assert f"draft.config {tmp_path / 'none.json'}: No such file" in capsys.readouterr().err
+
+
 def test_status_lists_the_runs_of_a_store(tiny, capsys):
     assert main(["status", "--store", str(tiny.store)]) == 0
 

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tasks.eagle3.draft import (
     DraftSettings,
+    Eagle3DraftModel,
     build_draft,
     check_vocab_map,
     draft_config,
@@ -19,11 +20,14 @@ from tasks.eagle3.draft import (
     save_speculator,
     trainable_parameters,
 )
+from tasks.eagle3.draft_runner import DraftRunner
+from tasks.eagle3.training_step import training_forward
 from tests.tasks.eagle3.draft_cases import (
     DRAFT_VOCAB,
     HIDDEN,
     TEXT_CONFIG,
     VOCAB,
+    make_batch,
     make_draft,
     verifier_tensors,
 )
@@ -80,19 +84,16 @@ def test_latent_attention_heads_are_not_taken_for_the_drafts() -> None:
     assert layer.head_dim == HIDDEN // 4
 
 
-def test_sections_of_a_partly_rotated_head_are_scaled_to_the_whole() -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    scaled = config_of({"rope_parameters": {**rope, "mrope_section": [2, 1, 1]}})
-    assert scaled.transformer_layer_config.rope_parameters["mrope_section"] == [4, 2, 2]
-    with pytest.raises(ValueError, match="covers 12 of head_dim 16"):
-        config_of({"rope_parameters": {**rope, "mrope_section": [1, 1, 1]}})
-
-
 def test_a_verifier_without_a_dense_mlp_gives_three_times_its_width() -> None:
     layer = config_of({"intermediate_size": None}).transformer_layer_config
     assert layer.intermediate_size == 3 * HIDDEN
     chosen = config_of(intermediate_size=80).transformer_layer_config
     assert chosen.intermediate_size == 80
+
+
+def test_the_activation_is_the_one_that_vllm_serves_whatever_the_verifiers_is() -> None:
+    layer = config_of({"hidden_act": "gelu_pytorch_tanh"}).transformer_layer_config
+    assert layer.hidden_act == "silu"
 
 
 def test_a_draft_vocabulary_beyond_the_verifiers_is_refused() -> None:
@@ -105,6 +106,11 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         config_of({"num_attention_heads": 6, "head_dim": None})
     with pytest.raises(ValueError, match="4 is not a multiple of num_key_value_heads 3"):
         config_of({"num_key_value_heads": 3})
+
+
+def test_a_verifier_that_does_not_name_its_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match="names no num_attention_heads"):
+        config_of({"num_attention_heads": None})
 
 
 def test_two_input_norms_are_refused() -> None:
@@ -132,6 +138,45 @@ def test_the_frozen_part_is_the_verifiers_and_the_rest_is_drawn_from_the_seed() 
             assert 0.015 < float(weight.detach().std()) < 0.025  # the config's 0.02
         else:
             assert bool((weight == 1).all())
+
+
+def test_the_initial_values_are_drawn_name_by_name() -> None:
+    # Resumed trainings and reference runs were started from these numbers.
+    draft = build_draft(config_of(num_layers=2, arch="qwen3"), **verifier_tensors(), seed=7)
+    generator = torch.Generator().manual_seed(7)
+    for name in sorted(name for name, value in draft.named_parameters() if value.requires_grad):
+        weight = draft.get_parameter(name)
+        if weight.dim() == 2:
+            drawn = torch.empty(weight.shape).normal_(0.0, 0.02, generator=generator)
+            assert torch.equal(weight, drawn), name
+
+
+def test_nothing_of_the_frozen_part_is_held_twice() -> None:
+    tensors = verifier_tensors()
+    tensors["embed"] = tensors["embed"].bfloat16()
+    tensors["head"] = tensors["head"].bfloat16()
+    draft = build_draft(config_of(), **tensors, seed=0)
+    assert draft.embed_tokens.weight.data_ptr() == tensors["embed"].data_ptr()
+    assert draft.lm_head.weight.data_ptr() == draft.verifier_lm_head.weight.data_ptr()
+    assert draft.lm_head.weight.dtype == torch.float32
+    counted = sum(value.numel() for value in draft.parameters())
+    assert counted == sum(v.numel() for v in Eagle3DraftModel(draft.config).parameters())
+
+
+def test_a_16_bit_embedding_gives_the_numbers_of_its_fp32_copy() -> None:
+    tensors = verifier_tensors()
+    rounded = tensors["embed"].bfloat16()
+    losses, states = [], []
+    for embed in (rounded, rounded.float()):
+        draft = build_draft(config_of(), **{**tensors, "embed": embed}, seed=0)
+        losses.append(training_forward(draft, make_batch(), ttt_steps=3).loss.detach())
+        aux = torch.ones(2, 5, 3 * HIDDEN)
+        runner = DraftRunner(draft, rows=2, slots=8)
+        ids = torch.arange(10).view(2, 5)
+        with torch.no_grad():
+            states.append(runner.extend(ids, aux, counts=torch.tensor([5, 3])))
+    assert torch.equal(*losses)
+    assert torch.equal(*states)
 
 
 def test_trainable_parameters_are_sorted_and_exclude_the_frozen() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -19,7 +20,7 @@ from tasks.eagle3.training_step import (
     plan_batch,
     training_forward,
 )
-from tests.tasks.eagle3.draft_cases import TEXT_CONFIG, make_batch, make_draft
+from tests.tasks.eagle3.draft_cases import make_batch, make_draft
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -233,7 +234,8 @@ def test_evaluating_without_gradients_gives_the_same_numbers() -> None:
 
 
 def test_other_activations_than_silu_are_applied() -> None:
-    draft = make_draft(text_config={**TEXT_CONFIG, "hidden_act": "gelu_pytorch_tanh"})
+    draft = make_draft()
+    draft.layers[0].mlp.act_fn = ACT2FN["gelu_pytorch_tanh"]
     batch = make_batch()
     theirs = reference(draft, batch, ttt_steps=2, decay=1.0, loss=eager_loss("kl_div"))
     assert_equal_steps(ours(draft, batch, ttt_steps=2, decay=1.0), theirs, tolerance=3e-5)

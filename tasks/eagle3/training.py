@@ -24,6 +24,7 @@ from tasks.eagle3.training_step import (
     Precision,
     StepResult,
     expected_acceptance_length,
+    frozen_heads,
     plan_batch,
     training_forward,
 )
@@ -75,6 +76,7 @@ class Training:
     ) -> None:
         self.draft, self._settings, self._precision = draft, settings, precision
         self._transform = transform
+        self._heads = frozen_heads(draft, precision)
         self._train, self._val = train, val
         self._lengths, self._val_lengths = list(train_lengths), list(val_lengths)
         self.parameters = trainable_parameters(draft)
@@ -82,7 +84,7 @@ class Training:
         self._feed = BatchFeed(train, self._device, self._plan)
         self._unread: deque[_Figures] = deque()
         self._optimizer = self._make_optimizer()
-        self._initial = {name: value.detach().clone() for name, value in self.parameters.items()}
+        self._initial = {name: _fingerprint(value) for name, value in self.parameters.items()}
         self._best = {name: value.detach().clone() for name, value in self.parameters.items()}
         self.position = Position()
         self._steps_of_epoch = [len(self._batches(epoch)) for epoch in range(settings.epochs)]
@@ -154,7 +156,7 @@ class Training:
         return [
             name
             for name, value in self.parameters.items()
-            if torch.equal(value, self._initial[name])
+            if torch.equal(_fingerprint(value), self._initial[name])
         ]
 
     @torch.no_grad()
@@ -213,6 +215,7 @@ class Training:
             step_loss_decay=self._settings.ttt_step_decay,
             precision=self._precision,
             transform=self._transform,
+            heads=self._heads,
         )
 
     def _step(self, ready: ReadyBatch) -> None:
@@ -311,6 +314,13 @@ class Training:
         return (
             f"epoch {self.position.epoch + 1}, loss {loss:.3f}, first-token accuracy {accuracy:.3f}"
         )
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Sum and norm: enough to tell whether training has moved it, without a copy of its size."""
+    wide = {"dtype": torch.float64}
+    kept = tensor.detach()
+    return torch.stack([kept.sum(**wide), torch.linalg.vector_norm(kept, **wide)])
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,23 @@ class StepResult:
     metrics: dict[str, Tensor]  # `<name>_sum` and `<name>_total`: add up over batches, then divide
 
 
+@dataclass(frozen=True)
+class FrozenHeads:
+    """The draft's and the verifier's head as the products read them, [D, H] each; one tensor where they are one."""
+
+    draft: Tensor
+    verifier: Tensor
+
+
+def frozen_heads(draft: Eagle3DraftModel, precision: Precision) -> FrozenHeads:
+    """Convert the two heads, which no step changes."""
+    own, verifier = draft.lm_head.weight.detach(), draft.verifier_lm_head.weight.detach()
+    converted = own.to(_dtype(draft, precision))
+    if own.data_ptr() == verifier.data_ptr():
+        return FrozenHeads(converted, converted)
+    return FrozenHeads(converted, verifier.to(converted.dtype))
+
+
 def plan_batch(
     draft: Eagle3DraftModel, batch: PackedBatch, *, ttt_steps: int, precision: Precision = "fp32"
 ) -> StepPlan:
@@ -65,13 +82,15 @@ def training_forward(
     precision: Precision = "fp32",
     plan: StepPlan | None = None,
     transform: HeadTransform = PLAIN,
+    heads: FrozenHeads | None = None,
 ) -> StepResult:
     """Loss (with gradient) and metrics of a batch on the draft's device.
 
     Equals `Eagle3DraftModel.forward` of speculators 0.9.0 in loss, metrics and every gradient.
     Under `torch.no_grad()` nothing is kept for a backward. `plan` is `plan_batch`'s for this batch
     (without it the step waits for the mask to come from the device). `transform` is the verifier's: its kind of
-    norm and its soft-cap, which speculators does not know, decide the targets (its scale is in the heads).
+    norm and its soft-cap, which speculators does not know, decide the targets (its scale is in the heads). `heads`
+    saves their conversion at every step.
     Raises ValueError for unknown losses, for batches without supervision, and for drafts with
     features that the step does not compute.
     """
@@ -90,9 +109,10 @@ def training_forward(
     targets = batch.last.index_select(0, plan.targets).to(draft.fc.weight.dtype)  # [U, H]
     with torch.no_grad():
         target_states = draft.verifier_norm(centered(targets, transform)).to(dtype)
+    heads = heads or frozen_heads(draft, precision)
     inputs = LossInputs(
-        head=draft.lm_head.weight.detach().to(dtype),
-        target_head=draft.verifier_lm_head.weight.detach().to(dtype),
+        head=heads.draft,
+        target_head=heads.verifier,
         target_states=target_states,
         scored=plan.scored,
         factors=_factors(plan, step_loss_decay),

@@ -28,11 +28,12 @@ from tasks.eagle3.batches import PackedBatch, TrainingSample, pack  # noqa: E402
 from tasks.eagle3.draft import (  # noqa: E402
     DraftSettings,
     Eagle3DraftModel,
+    build_draft,
     draft_config,
     eager_loss,
     trainable_parameters,
 )
-from tasks.eagle3.training_step import plan_batch, training_forward  # noqa: E402
+from tasks.eagle3.training_step import frozen_heads, plan_batch, training_forward  # noqa: E402
 
 TTT_STEPS = 3
 DRAFT_VOCAB = 32_000
@@ -53,8 +54,8 @@ SHAPES = {"qwen3-8b": (QWEN3_8B, 8192), "kimi-k2.5": (KIMI_K25, 4096)}
 """Verifier's sizes and packed tokens of a step."""
 
 
-def make_draft(sizes: dict[str, Any], *, attention: str) -> Eagle3DraftModel:
-    """A draft on the GPU with the same random tensors at every call."""
+def make_draft(sizes: dict[str, Any]) -> Eagle3DraftModel:
+    """This project's draft on the GPU, around random tensors in bf16, the same ones at every call."""
     config = draft_config(
         sizes,
         draft_vocab_size=DRAFT_VOCAB,
@@ -64,24 +65,34 @@ def make_draft(sizes: dict[str, Any], *, attention: str) -> Eagle3DraftModel:
         verifier_architectures=["none"],
         draft_tokens=TTT_STEPS,
     )
-    config.transformer_layer_config._attn_implementation = attention
-    with torch.device("meta"):
-        draft = Eagle3DraftModel(config)  # type: ignore[no-untyped-call]
-    draft = draft.to_empty(device="cuda").float()
-    with torch.device("cuda"):
-        fresh: Any = type(draft.rotary_emb)(config.transformer_layer_config)
-    draft.rotary_emb = fresh
     generator = torch.Generator("cuda").manual_seed(0)
-    with torch.no_grad():
-        for name, weight in sorted(draft.named_parameters()):
-            if weight.dim() == 1:
-                weight.fill_(1.0)
-            else:
-                weight.normal_(0, 1.0 if "embed" in name else 0.02, generator=generator)
-        draft.verifier_lm_head.weight.copy_(draft.lm_head.weight)
-        draft.t2d.copy_(torch.arange(len(draft.t2d), device="cuda") < DRAFT_VOCAB)
-        draft.d2t.zero_()
-    return draft
+    vocabulary, hidden = sizes["vocab_size"], sizes["hidden_size"]
+    embed, head = (
+        torch.empty(vocabulary, hidden, device="cuda", dtype=torch.bfloat16).normal_(
+            0, std, generator=generator
+        )
+        for std in (1.0, 0.02)
+    )
+    return build_draft(
+        config,
+        embed=embed,
+        norm=torch.ones(hidden, device="cuda"),
+        head=head,
+        t2d=torch.arange(vocabulary) < DRAFT_VOCAB,
+        d2t=torch.zeros(DRAFT_VOCAB, dtype=torch.long),
+        seed=0,
+        device=torch.device("cuda"),
+    )
+
+
+def make_peer_draft(sizes: dict[str, Any]) -> Eagle3DraftModel:
+    """speculators' own model of the same values, in fp32 as its Trainer holds it."""
+    source = make_draft(sizes)
+    source.config.transformer_layer_config._attn_implementation = "simple_flex_attention"
+    with torch.device("cuda"):
+        peer: Eagle3DraftModel = Eagle3DraftModel(source.config).float()
+    peer.load_state_dict(source.state_dict())
+    return peer
 
 
 def make_batch(sizes: dict[str, Any], tokens: int, *, seed: int) -> PackedBatch:
@@ -104,11 +115,14 @@ def make_batch(sizes: dict[str, Any], tokens: int, *, seed: int) -> PackedBatch:
 
 def our_forward(draft: Eagle3DraftModel) -> Callable[[PackedBatch], torch.Tensor]:
     """This project's step, with the planning of the batch counted in."""
+    heads = frozen_heads(draft, "bf16")
 
     def forward(batch: PackedBatch) -> torch.Tensor:
         plan = plan_batch(draft, batch, ttt_steps=TTT_STEPS, precision="bf16")
         moved = batch.to("cuda")
-        return training_forward(draft, moved, ttt_steps=TTT_STEPS, precision="bf16", plan=plan).loss
+        return training_forward(
+            draft, moved, ttt_steps=TTT_STEPS, precision="bf16", plan=plan, heads=heads
+        ).loss
 
     return forward
 
@@ -221,14 +235,16 @@ def main() -> None:
             for name, value in vars(batch).items():
                 object.__setattr__(batch, name, value.pin_memory())
         found: dict[str, dict[str, Any]] = {}
-        sides: dict[str, tuple[str, Callable[[Any], Any]]] = {
-            "ours": ("eager", our_forward),
-            "speculators": ("simple_flex_attention", peer_forward),
+        sides: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+            "ours": (make_draft, our_forward),
+            "speculators": (make_peer_draft, peer_forward),
         }
-        for name, (attention, make_forward) in sides.items():
+        for name, (make, make_forward) in sides.items():
             if arguments.ours_only and name != "ours":
                 continue
-            draft = make_draft(sizes, attention=attention)
+            draft = make(sizes)
+            gc.collect()
+            torch.cuda.empty_cache()
             profile = arguments.profile / f"{shape}-{name}.txt" if arguments.profile else None
             found[name] = measure(draft, make_forward(draft), batches, profile=profile)
             print(shape, name, {k: v for k, v in found[name].items() if k != "losses"}, flush=True)

@@ -8,6 +8,7 @@ O = output width, I = input width, n = rows, g = column groups of a stack of wei
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def _scaled(weights: list[Tensor], gain: Tensor | None, dtype: torch.dtype) -> T
     """The weights [., I] one below the other, times the gain, in one pass on a GPU."""
     if len(weights) == 1 and gain is None:
         return weights[0].to(dtype).contiguous()
-    if not weights[0].is_cuda:
+    if not weights[0].is_cuda or weights[0].dtype != torch.float32:
         stacked = torch.cat(weights)
         return (stacked if gain is None else stacked * gain).to(dtype)
     value = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1], dtype=dtype)
@@ -118,7 +119,7 @@ def _scaled(weights: list[Tensor], gain: Tensor | None, dtype: torch.dtype) -> T
         if gain is None:
             part.copy_(weight)
         else:
-            torch.mul(weight, gain, out=part)
+            _kernels().fold(weight, gain, into=part)
     return value
 
 
@@ -144,12 +145,17 @@ def _unfold(
         into.copy_(d_value)
         return None
     if d_value.is_cuda and d_value.dtype == torch.float32:
-        from tasks.eagle3.kernels.fold import unfold  # noqa: PLC0415 - Triton, which only a GPU needs
-
-        return unfold(d_value, weights, gain, into=into)
+        d_gain: Tensor = _kernels().unfold(d_value, weights, gain, into=into)
+        return d_gain
     wide = d_value.to(gain.dtype)
     d_gain = torch.zeros_like(gain)
     for weight, part in zip(weights, torch.split(wide, [len(w) for w in weights]), strict=True):
         d_gain += (part * weight).sum(0)
     torch.mul(wide, gain, out=into)
     return d_gain
+
+
+def _kernels() -> ModuleType:
+    from tasks.eagle3.kernels import fold as kernels  # noqa: PLC0415 - Triton, which only a GPU needs
+
+    return kernels

@@ -24,6 +24,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
+from tasks.eagle3.batch_feed import BatchFeed  # noqa: E402
 from tasks.eagle3.batches import PackedBatch, TrainingSample, pack  # noqa: E402
 from tasks.eagle3.draft import (  # noqa: E402
     DraftSettings,
@@ -33,7 +34,8 @@ from tasks.eagle3.draft import (  # noqa: E402
     eager_loss,
     trainable_parameters,
 )
-from tasks.eagle3.training_step import frozen_heads, plan_batch, training_forward  # noqa: E402
+from tasks.eagle3.step_plan import StepPlan, plan_steps  # noqa: E402
+from tasks.eagle3.training_step import frozen_heads, training_forward  # noqa: E402
 
 TTT_STEPS = 3
 DRAFT_VOCAB = 32_000
@@ -95,43 +97,47 @@ def make_peer_draft(sizes: dict[str, Any]) -> Eagle3DraftModel:
     return peer
 
 
-def make_batch(sizes: dict[str, Any], tokens: int, *, seed: int) -> PackedBatch:
+def make_samples(sizes: dict[str, Any], count: int) -> list[TrainingSample]:
     """Documents of DOCUMENT rows, the last 70 % of each supervised, as in chats."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = int(sizes["hidden_size"])
-    samples = []
-    for _ in range(tokens // DOCUMENT):
-        length = DOCUMENT + 1
-        samples.append(
-            TrainingSample(
-                input_ids=torch.randint(DRAFT_VOCAB, (length,), generator=generator),
-                aux=torch.randn(length, 3 * hidden, generator=generator).bfloat16(),
-                last=torch.randn(length, hidden, generator=generator).bfloat16(),
-                loss_mask=torch.arange(length) > length * 0.3,
-            )
+    generator = torch.Generator().manual_seed(0)
+    hidden, length = int(sizes["hidden_size"]), DOCUMENT + 1
+    return [
+        TrainingSample(
+            input_ids=torch.randint(DRAFT_VOCAB, (length,), generator=generator),
+            aux=torch.randn(length, 3 * hidden, generator=generator).bfloat16(),
+            last=torch.randn(length, hidden, generator=generator).bfloat16(),
+            loss_mask=torch.arange(length) > length * 0.3,
         )
-    return pack(samples)
+        for _ in range(count)
+    ]
 
 
-def our_forward(draft: Eagle3DraftModel) -> Callable[[PackedBatch], torch.Tensor]:
-    """This project's step, with the planning of the batch counted in."""
+Forward = Callable[[PackedBatch, StepPlan | None], torch.Tensor]
+
+
+def our_plan(batch: PackedBatch) -> StepPlan:
+    """What the attention of a GPU needs."""
+    return plan_steps(batch.loss_mask, batch.document_ids, ttt_steps=TTT_STEPS, sequences=True)
+
+
+def our_forward(draft: Eagle3DraftModel) -> Forward:
+    """This project's step."""
     heads = frozen_heads(draft, "bf16")
 
-    def forward(batch: PackedBatch) -> torch.Tensor:
-        plan = plan_batch(draft, batch, ttt_steps=TTT_STEPS, precision="bf16")
-        moved = batch.to("cuda")
+    def forward(batch: PackedBatch, plan: StepPlan | None) -> torch.Tensor:
+        plan = plan or our_plan(batch)
         return training_forward(
-            draft, moved, ttt_steps=TTT_STEPS, precision="bf16", plan=plan, heads=heads
+            draft, batch.to("cuda"), ttt_steps=TTT_STEPS, precision="bf16", plan=plan, heads=heads
         ).loss
 
     return forward
 
 
-def peer_forward(draft: Any) -> Callable[[PackedBatch], torch.Tensor]:
+def peer_forward(draft: Any) -> Forward:
     """speculators' forward."""
     loss_config = {"kl_div": (eager_loss("kl_div"), 1.0)}
 
-    def forward(batch: PackedBatch) -> torch.Tensor:
+    def forward(batch: PackedBatch, _: StepPlan | None) -> torch.Tensor:
         moved = batch.to("cuda")
         with torch.autocast("cuda", dtype=torch.bfloat16):
             _, loss, _ = draft(
@@ -151,19 +157,23 @@ def peer_forward(draft: Any) -> Callable[[PackedBatch], torch.Tensor]:
 
 def measure(
     draft: Eagle3DraftModel,
-    forward: Callable[[PackedBatch], torch.Tensor],
-    batches: list[PackedBatch],
+    forward: Forward,
+    samples: list[TrainingSample],
     *,
+    tokens: int,
     profile: Path | None = None,
 ) -> dict[str, Any]:
-    """Time to the first step, median step, peak memory, losses."""
+    """Time to the first step, the step with batches copied in its stream and made ready aside, peak memory, losses."""
     torch.cuda.reset_peak_memory_stats()
     parameters = list(trainable_parameters(draft).values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    losses, seconds = [], []
+    losses = []
+    each = tokens // DOCUMENT
+    planned = [list(range(start, start + each)) for start in range(0, len(samples), each)]
+    batches = [pack([samples[i] for i in indices], pinned=True) for indices in planned]
 
-    def step(batch: PackedBatch) -> None:
-        loss = forward(batch)
+    def step(batch: PackedBatch, plan: StepPlan | None = None) -> None:
+        loss = forward(batch, plan)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -176,22 +186,40 @@ def measure(
     first = time.perf_counter() - started
     for _ in range(3):
         step(batches[0])
-    for _ in range(BLOCKS):  # as a training runs: nothing waits between the steps of a block
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
+
+    def in_stream() -> None:
         for number in range(STEPS):
             step(batches[number % len(batches)])
-        torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - begun) / STEPS)
+
+    feed = BatchFeed(samples, torch.device("cuda"), our_plan)
+
+    def aside() -> None:
+        for ready in feed.batches(planned[number % len(planned)] for number in range(STEPS)):
+            step(ready.batch, ready.plan)
+
+    seconds = {"in stream": block_seconds(in_stream), "aside": block_seconds(aside)}
     if profile is not None:
         write_profile(lambda: step(batches[0]), profile)
     return {
         "first_step_seconds": round(first, 2),
-        "milliseconds": round(statistics.median(seconds) * 1e3, 2),
-        "tokens_per_second": round(len(batches[0]) / statistics.median(seconds)),
+        "milliseconds": {name: round(value * 1e3, 2) for name, value in seconds.items()},
+        "tokens_per_second": {name: round(tokens / value) for name, value in seconds.items()},
+        "waited": round(feed.waited_seconds / (BLOCKS * STEPS * seconds["aside"]), 3),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
         "losses": [round(float(loss), 5) for loss in losses],
     }
+
+
+def block_seconds(run: Callable[[], None]) -> float:
+    """Seconds of a step, as a training runs: nothing waits between the steps of a block."""
+    seconds = []
+    for _ in range(BLOCKS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - begun) / STEPS)
+    return statistics.median(seconds)
 
 
 def write_profile(step: Callable[[], None], file: Path) -> None:
@@ -230,12 +258,9 @@ def main() -> None:
     arguments = parser.parse_args()
     for shape in arguments.shape or SHAPES:
         sizes, tokens = SHAPES[shape]
-        batches = [make_batch(sizes, tokens, seed=seed) for seed in range(4)]
-        for batch in batches:
-            for name, value in vars(batch).items():
-                object.__setattr__(batch, name, value.pin_memory())
+        samples = make_samples(sizes, 4 * tokens // DOCUMENT)
         found: dict[str, dict[str, Any]] = {}
-        sides: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+        sides: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Forward]]] = {
             "ours": (make_draft, our_forward),
             "speculators": (make_peer_draft, peer_forward),
         }
@@ -246,33 +271,47 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
             profile = arguments.profile / f"{shape}-{name}.txt" if arguments.profile else None
-            found[name] = measure(draft, make_forward(draft), batches, profile=profile)
+            found[name] = measure(
+                draft, make_forward(draft), samples, tokens=tokens, profile=profile
+            )
             print(shape, name, {k: v for k, v in found[name].items() if k != "losses"}, flush=True)
             print("   losses", found[name]["losses"], flush=True)
             del draft
             gc.collect()
             torch.cuda.empty_cache()
-        peer = found.get("speculators")
-        record = {
-            "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name(),
-            "versions": {n: version(n) for n in ("torch", "transformers", "speculators")},
-            "command": "python tests/benchmarks/bench_train_gpu.py",
-            "benchmark": f"train step, {shape} draft, {tokens} packed tokens, TTT {TTT_STEPS}, 70 % supervised",
-            "ours": found["ours"]["tokens_per_second"],
-            "peer": peer and peer["tokens_per_second"],
-            "ratio": peer and round(peer["milliseconds"] / found["ours"]["milliseconds"], 2),
-            "unit": "tokens/s",
-            "ceiling": f"{matmul_ceiling():.0f} TFLOP/s",
-            "peer_name": "speculators, compiled, flex attention",
-            "first_step_seconds": {
-                name: side["first_step_seconds"] for name, side in found.items()
-            },
-            "peak_gb": {name: side["peak_gb"] for name, side in found.items()},
-        }
+        record = make_record(shape, tokens, found)
         print(json.dumps(record), flush=True)
         with arguments.output.open("a") as results:
             results.write(json.dumps(record) + "\n")
+
+
+def make_record(shape: str, tokens: int, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A line of results.jsonl: each side with its own loader, ours aside and speculators' in the stream."""
+    ours, peer = found["ours"], found.get("speculators")
+    losses = zip(ours["losses"], peer["losses"] if peer else [], strict=False)
+    return {
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "versions": {n: version(n) for n in ("torch", "transformers", "speculators")},
+        "command": "python tests/benchmarks/bench_train_gpu.py",
+        "benchmark": f"train step, {shape} draft, {tokens} packed tokens, TTT {TTT_STEPS}, 70 % supervised",
+        "ours": ours["tokens_per_second"]["aside"],
+        "peer": peer and peer["tokens_per_second"]["in stream"],
+        "ratio": peer
+        and round(peer["milliseconds"]["in stream"] / ours["milliseconds"]["aside"], 2),
+        "unit": "tokens/s",
+        "ceiling": f"{matmul_ceiling():.0f} TFLOP/s",
+        "peer_name": "speculators, compiled, flex attention",
+        "ratio_same_loader": peer
+        and {
+            name: round(peer["milliseconds"][name] / ours["milliseconds"][name], 2)
+            for name in ours["milliseconds"]
+        },
+        "first_step_seconds": {name: side["first_step_seconds"] for name, side in found.items()},
+        "peak_gb": {name: side["peak_gb"] for name, side in found.items()},
+        "waiting_for_data": ours["waited"],
+        "largest_loss_difference": max((abs(a / b - 1) for a, b in losses), default=None),
+    }
 
 
 if __name__ == "__main__":

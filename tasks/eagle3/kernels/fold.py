@@ -1,4 +1,4 @@
-"""The way back from the gradient of weight * gain to those of both, in one pass.
+"""A weight times a gain in another dtype, and the way back from its gradient to those of both, in one pass each.
 
 O = output width, I = input width.
 """
@@ -11,6 +11,22 @@ from torch import Tensor
 ROWS = 32
 COLUMNS = 128
 ROWS_PER_PROGRAM = 512
+
+
+def fold(weight: Tensor, gain: Tensor, *, into: Tensor) -> None:
+    """Put `weight` [O, I] times `gain` [I] into `into` [O, I], in its dtype."""
+    rows, width = weight.shape
+    _fold[(triton.cdiv(width, COLUMNS), triton.cdiv(rows, ROWS))](
+        weight,
+        gain,
+        into,
+        rows,
+        width,
+        weight.stride(0),
+        into.stride(0),
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+    )
 
 
 def unfold(d_value: Tensor, weights: list[Tensor], gain: Tensor, *, into: Tensor) -> Tensor:
@@ -40,6 +56,28 @@ def unfold(d_value: Tensor, weights: list[Tensor], gain: Tensor, *, into: Tensor
         )
         sums.append(partial)
     return torch.cat(sums).sum(0).to(gain.dtype)
+
+
+@triton.jit
+def _fold(
+    weight,
+    gain,
+    into,
+    rows,
+    width,
+    weight_stride,
+    into_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    scale = tl.load(gain + column, mask=column < width, other=0.0).to(tl.float32)
+    w = tl.load(weight + row[:, None] * weight_stride + column[None, :], mask=inside, other=0.0)
+    scaled = w.to(tl.float32) * scale[None, :]
+    target = into + row[:, None] * into_stride + column[None, :]
+    tl.store(target, scaled.to(into.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -174,6 +174,9 @@ def test_a_folded_matrix_gives_its_gradient_back_to_weights_and_gain():
     gain, d_value = random(150, seed=2), random(80, 150, seed=3)
     into = torch.empty(80, 300, device=DEVICE)
 
+    fold_kernels.fold(halves[0], gain, into=into[:40, 150:])
+    torch.testing.assert_close(into[:40, 150:], halves[0] * gain)
+
     d_gain = fold_kernels.unfold(d_value, halves, gain, into=into[:, 150:])
 
     torch.testing.assert_close(into[:, 150:], d_value * gain)

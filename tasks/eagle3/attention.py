@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.eagle3.step_plan import TileGroup
+from tasks.eagle3.flash_attention import flash_attention
+from tasks.eagle3.step_plan import Sequences, TileGroup
 
 
 def ttt_attention(
@@ -23,7 +24,7 @@ def ttt_attention(
     values: Tensor,
     own_keys: Tensor,
     own_values: Tensor,
-    tiles: Sequence[TileGroup],
+    visible: Sequence[TileGroup] | Sequences,
     scale: float,
 ) -> Tensor:
     """Softmax over the visible step-0 keys and the row's own later keys together.
@@ -34,8 +35,18 @@ def ttt_attention(
     kv_heads = keys.shape[1]
     groups = queries.shape[1] // kv_heads
     grouped = queries.view(len(queries), kv_heads, groups, keys.shape[2])  # [N, V, G, C]
+    if isinstance(visible, Sequences):
+        return flash_attention(
+            grouped,
+            keys=keys,
+            values=values,
+            own_keys=own_keys,
+            own_values=own_values,
+            sequences=visible,
+            scale=scale,
+        ).flatten(1)
     mixed: Tensor = _Attention.apply(
-        grouped, keys, values, own_keys, own_values, tuple(tiles), scale
+        grouped, keys, values, own_keys, own_values, tuple(visible), scale
     )
     return mixed.flatten(1)
 

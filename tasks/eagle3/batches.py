@@ -50,8 +50,10 @@ class PackedBatch:
         return PackedBatch(**moved)
 
 
-def pack(samples: Sequence[TrainingSample]) -> PackedBatch:
+def pack(samples: Sequence[TrainingSample], *, pinned: bool = False) -> PackedBatch:
     """Align each sample and put them one after the other: n tokens become n - 1 rows.
+
+    In pinned memory a GPU can copy the batch behind its work.
 
     Raises ValueError when a sample's tensors differ in length or it has fewer than two tokens.
     """
@@ -61,13 +63,20 @@ def pack(samples: Sequence[TrainingSample]) -> PackedBatch:
         _check_sample(index, sample)
     sizes = torch.tensor([len(sample.input_ids) - 1 for sample in samples])
     return PackedBatch(
-        input_ids=torch.cat([sample.input_ids[1:] for sample in samples]).long(),
-        aux=torch.cat([sample.aux[:-1] for sample in samples]),
-        last=torch.cat([sample.last[1:] for sample in samples]),
-        loss_mask=torch.cat([sample.loss_mask[1:] for sample in samples]).bool(),
-        document_ids=torch.repeat_interleave(torch.arange(len(samples)), sizes),
-        position_ids=torch.cat([torch.arange(1, len(sample.input_ids)) for sample in samples]),
+        input_ids=_join([sample.input_ids[1:].long() for sample in samples], pinned),
+        aux=_join([sample.aux[:-1] for sample in samples], pinned),
+        last=_join([sample.last[1:] for sample in samples], pinned),
+        loss_mask=_join([sample.loss_mask[1:].bool() for sample in samples], pinned),
+        document_ids=_join([torch.repeat_interleave(torch.arange(len(samples)), sizes)], pinned),
+        position_ids=_join([torch.arange(1, len(s.input_ids)) for s in samples], pinned),
     )
+
+
+def _join(parts: list[Tensor], pinned: bool) -> Tensor:
+    if not pinned:
+        return torch.cat(parts)
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    return torch.cat(parts, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
 
 
 def plan_batches(

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from tasks.eagle3.attention import ttt_attention
+from tasks.eagle3.folded import fold
 from tasks.eagle3.row_ops import normalize, rotate, select_rows, silu_gate
-from tasks.eagle3.step_plan import TileGroup
+from tasks.eagle3.step_plan import Sequences, TileGroup
 
 
 @dataclass(frozen=True)
@@ -55,29 +55,33 @@ class DraftLayer:
         self.query_width = len(projections[0])
         self.query_heads = self.query_width // self.head_width
         self.kv_heads = len(projections[1]) // self.head_width
-        stacked = torch.cat(projections)  # [O, 2 * H] in the first layer, else [O, H]
-        if first:
-            # Half of the input is the embedding: frozen, so with the gain in the matrix the
-            # normed rows need no gradient.
-            of_embed, of_hidden = stacked.chunk(2, dim=1)
-            self.embed = (of_embed * layer.input_layernorm.weight).to(dtype)
-            self.hidden = (of_hidden * layer.hidden_norm.weight).to(dtype)
-        else:
-            self.hidden = (stacked * layer.input_layernorm.weight).to(dtype)
+        # [O, 2 * H] in the first layer, else [O, H]. The half of the embedding is frozen: with the
+        # gain in the matrix its normed rows need no gradient.
+        gains = [layer.input_layernorm.weight]
+        gains += [layer.hidden_norm.weight] if first else []
+        *embed, self.hidden = fold(projections, gains, dtype=dtype)
+        self.embed = embed[0] if embed else None
         normed_residual = first and layer.norm_before_residual
         self.residual_gain = layer.hidden_norm.weight if normed_residual else None
         self.query_gain = attention.q_norm.weight if hasattr(attention, "q_norm") else None
         self.key_gain = attention.k_norm.weight if hasattr(attention, "k_norm") else None
-        self.out = attention.o_proj.weight.to(dtype)
-        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])  # [2 * I, H]
-        self.gate_up = (gate_up * layer.post_attention_layernorm.weight).to(dtype)
-        self.down = mlp.down_proj.weight.to(dtype)
+        (self.out,) = fold([attention.o_proj.weight], [None], dtype=dtype)
+        (self.gate_up,) = fold(  # [2 * I, H]
+            [mlp.gate_proj.weight, mlp.up_proj.weight],
+            [layer.post_attention_layernorm.weight],
+            dtype=dtype,
+        )
+        (self.down,) = fold([mlp.down_proj.weight], [None], dtype=dtype)
         self.gate = _gate_function(mlp.act_fn)
 
     def project_embeds(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The embedding's part of queries [., Q * C] and of keys and values [., 2 * V * C]."""
-        for_queries, for_keys = self.embed.tensor_split([self.query_width])
-        return linear(queries, for_queries), linear(keys, for_keys)
+        if self.embed is None:
+            raise ValueError("only the first layer reads embeddings")
+        return (
+            self.embed.linear(queries, outputs=slice(self.query_width)),
+            self.embed.linear(keys, outputs=slice(self.query_width, None)),
+        )
 
     def __call__(
         self,
@@ -87,7 +91,7 @@ class DraftLayer:
         embeds: tuple[Tensor, Tensor] | None,
         rotation: Rotation,
         memory: LayerMemory,
-        tiles: tuple[TileGroup, ...],
+        visible: tuple[TileGroup, ...] | Sequences,
     ) -> Tensor:
         """The layer's output at the query rows, [N, H].
 
@@ -101,24 +105,26 @@ class DraftLayer:
         query = rotate(
             self._head_norm(query, self.query_gain), cos=rotation.query_cos, sin=rotation.query_sin
         )
-        mixed = self._attend(query, memory, tiles)
+        mixed = self._attend(query, memory, visible)
         residual = hidden if self.residual_gain is None else wide * self.residual_gain
         if queries is not None:
             residual = select_rows(residual, queries)
-        hidden = residual + linear(mixed.to(self.dtype), self.out)
+        hidden = residual + self.out.linear(mixed.to(self.dtype))
         normed = normalize(hidden, eps=self.eps, dtype=self.dtype)
-        return hidden + linear(self.gate(linear(normed, self.gate_up)), self.down)
+        return hidden + self.down.linear(self.gate(self.gate_up.linear(normed)))
 
     def _project(
         self, normed: Tensor, queries: Tensor | None, embeds: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[N, Q, C], [M, V, C], [M, V, C]."""
         if queries is None:
-            query, key_value = linear(normed, self.hidden).tensor_split([self.query_width], dim=1)
+            both = self.hidden.linear(normed)
+            query, key_value = both.tensor_split([self.query_width], dim=1)
         else:
-            for_query, for_keys = self.hidden.tensor_split([self.query_width])
-            query = linear(select_rows(normed, queries), for_query)
-            key_value = linear(normed, for_keys)
+            query = self.hidden.linear(
+                select_rows(normed, queries), outputs=slice(self.query_width)
+            )
+            key_value = self.hidden.linear(normed, outputs=slice(self.query_width, None))
         if embeds is not None:
             query, key_value = query + embeds[0], key_value + embeds[1]
         key, value = key_value.reshape(len(normed), 2, self.kv_heads, self.head_width).unbind(1)
@@ -135,7 +141,9 @@ class DraftLayer:
         else:
             memory.own.append((key, value))
 
-    def _attend(self, query: Tensor, memory: LayerMemory, tiles: tuple[TileGroup, ...]) -> Tensor:
+    def _attend(
+        self, query: Tensor, memory: LayerMemory, visible: tuple[TileGroup, ...] | Sequences
+    ) -> Tensor:
         keys, values = memory.keys, memory.values
         if keys is None or values is None:
             raise ValueError("the layer has no step-0 keys; run step 0 first")
@@ -149,7 +157,7 @@ class DraftLayer:
             values=values,
             own_keys=own_keys,
             own_values=own_values,
-            tiles=tiles,
+            visible=visible,
             scale=self.scale,
         )
 

@@ -35,8 +35,7 @@ class LossInputs:
     target_head: Tensor  # [D, H], the verifier's head at the draft's tokens, same dtype
     target_states: Tensor  # [U, H], the verifier's normed last states, same dtype
     scored: Tensor  # [U, K] index into the R rows; R where there is none
-    weights: Tensor  # [U, K] 1 where the loss counts, else 0
-    step_scales: tuple[float, ...]  # K factors: decay ** k / (supervised rows + 1e-5)
+    factors: Tensor  # [U, K] what a score counts: decay ** k / (supervised rows + 1e-5), or 0
     transform: HeadTransform  # of the verifier; its scale is in both heads already
     loss_function: Callable[[Tensor, Tensor], Tensor] | None  # None = KL(target || draft), fused
 
@@ -52,8 +51,17 @@ def ttt_loss(hidden: Tensor, *, inputs: LossInputs) -> tuple[Tensor, Tensor, Ten
     return result
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Some targets and all that is scored against them."""
+
+    hidden: Tensor  # [c * K, H]
+    target_states: Tensor  # [c, H]
+    factors: Tensor  # [c, K]
+
+
 _Scores = tuple[Tensor, Tensor, Tensor]
-"""Losses, matches, gradient: of one chunk."""
+"""Of one chunk, factors counted in: losses [c, K], gradients [c * K, H]; between them the matches [c, K]."""
 
 
 class _Loss(torch.autograd.Function):
@@ -64,23 +72,18 @@ class _Loss(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # One more row for the scores that do not exist: read as zeros, written and dropped.
         padded = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])]).to(inputs.head.dtype)
-        gradient = torch.zeros(padded.shape, dtype=dtype, device=hidden.device)
-        factors = inputs.weights.to(dtype) * torch.tensor(
-            inputs.step_scales, dtype=dtype, device=hidden.device
-        )  # [U, K]
-        losses = torch.empty_like(factors)
-        matches = torch.empty_like(inputs.weights, dtype=torch.bool)
         buffers = _Buffers(inputs, dtype)
-        for start in range(0, len(factors), buffers.targets):
+        gradient = torch.zeros_like(padded, dtype=padded.dtype if buffers.fused else dtype)
+        losses = torch.empty_like(inputs.factors, dtype=dtype)
+        matches = torch.empty_like(inputs.factors, dtype=torch.bool)
+        for start in range(0, len(losses), buffers.targets):
             part = slice(start, start + buffers.targets)
-            rows = inputs.scored[part]  # [c, K]
-            loss, matches[part], d_rows = _chunk(
-                padded[rows.flatten()], inputs.target_states[part], inputs, buffers, wants_gradient
-            )
-            # A score that counts nowhere may be anything; 0 * inf would not vanish.
-            losses[part] = loss.masked_fill_(factors[part] == 0, 0.0).mul_(factors[part])
+            rows = inputs.scored[part].flatten()  # [c * K]
+            chunk = _Chunk(padded[rows], inputs.target_states[part], inputs.factors[part].to(dtype))
+            score = _fused_scores if buffers.fused else _scores
+            losses[part], matches[part], d_rows = score(chunk, inputs, buffers, wants_gradient)
             if wants_gradient:
-                gradient[rows.flatten()] = d_rows.to(dtype).mul_(factors[part].view(-1, 1))
+                gradient[rows] = d_rows
         step_losses = losses.sum(0)  # [K]
         ctx.save_for_backward(gradient[:-1])
         ctx.mark_non_differentiable(step_losses, matches)
@@ -102,6 +105,12 @@ class _Buffers:
         budget = CHUNK_BYTES_CPU if device.type == "cpu" else CHUNK_BYTES_GPU
         self.targets = max(1, min(budget // (steps * vocabulary * 4), len(inputs.scored)))
         rows = self.targets * steps
+        # One kernel does it all in the products' own memory: what is below is not needed.
+        self.fused = device.type == "cuda" and inputs.loss_function is None
+        if self.fused:
+            self.logits = torch.empty(rows, vocabulary, dtype=narrow, device=device)
+            self.target_logits = torch.empty_like(self.logits[: self.targets])
+            return
         self.logits = torch.empty(rows, vocabulary, dtype=dtype, device=device)
         self.work = torch.empty_like(self.logits)
         self.target_logits = torch.empty_like(self.logits[: self.targets])
@@ -109,26 +118,39 @@ class _Buffers:
         self.narrow = torch.empty_like(self.logits, dtype=narrow) if narrow != dtype else None
 
 
-def _chunk(
-    hidden: Tensor, target_states: Tensor, inputs: LossInputs, buffers: _Buffers, gradient: bool
-) -> _Scores:
-    """Losses [c, K], matches [c, K], and each unweighted loss's gradient [c * K, H]."""
+def _scores(chunk: _Chunk, inputs: LossInputs, buffers: _Buffers, gradient: bool) -> _Scores:
     narrow = buffers.narrow
-    targets = _logits(target_states, inputs.target_head, buffers.target_logits, narrow)  # [c, D]
+    target_logits = buffers.target_logits
+    targets = _logits(chunk.target_states, inputs.target_head, target_logits, narrow)  # [c, D]
     softcapped_(targets, inputs.transform)
-    logits = _logits(hidden, inputs.head, buffers.logits, narrow)  # [c * K, D]
+    logits = _logits(chunk.hidden, inputs.head, buffers.logits, narrow)  # [c * K, D]
     if inputs.loss_function is None:
         loss, matches, d_logits = _kl_loss(logits, targets, buffers)
     else:
         loss, matches, d_logits = _autograd_loss(logits, targets, inputs.loss_function, gradient)
+    # A score that counts nowhere may be anything; 0 * inf would not vanish.
+    loss = loss.masked_fill_(chunk.factors == 0, 0.0).mul_(chunk.factors)
     if not gradient:
-        return loss, matches, hidden
+        return loss, matches, chunk.hidden
     if narrow is not None:
         d_logits = narrow[: len(d_logits)].copy_(d_logits)
-    return loss, matches, d_logits @ inputs.head
+    d_rows = (d_logits @ inputs.head).to(chunk.factors.dtype)
+    return loss, matches, d_rows.mul_(chunk.factors.view(-1, 1))
 
 
-def _kl_loss(logits: Tensor, targets: Tensor, buffers: _Buffers) -> _Scores:
+def _fused_scores(chunk: _Chunk, inputs: LossInputs, buffers: _Buffers, gradient: bool) -> _Scores:
+    """The same on a GPU: logits in the products' dtype, their gradient in their own place."""
+    from tasks.eagle3.kernels.loss import kl_loss  # noqa: PLC0415 - Triton, which only a GPU needs
+
+    target_logits = buffers.target_logits[: len(chunk.target_states)]
+    targets = torch.mm(chunk.target_states, inputs.target_head.mT, out=target_logits)
+    logits = torch.mm(chunk.hidden, inputs.head.mT, out=buffers.logits[: len(chunk.hidden)])
+    cap = inputs.transform.logit_softcap
+    loss, matches = kl_loss(logits, targets, chunk.factors, softcap=cap, gradient=gradient)
+    return loss, matches, logits @ inputs.head if gradient else chunk.hidden
+
+
+def _kl_loss(logits: Tensor, targets: Tensor, buffers: _Buffers) -> tuple[Tensor, Tensor, Tensor]:
     """KL(p || q) = p . (log p - log q), whose gradient is q - p; in the buffers' memory."""
     count = len(targets)
     by_step = logits.view(count, -1, logits.shape[-1])  # [c, K, D]
@@ -148,7 +170,7 @@ def _kl_loss(logits: Tensor, targets: Tensor, buffers: _Buffers) -> _Scores:
 
 def _autograd_loss(
     logits: Tensor, targets: Tensor, function: Callable[[Tensor, Tensor], Tensor], gradient: bool
-) -> _Scores:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Any other loss, by the function itself and its own gradient."""
     count = len(targets)
     matches = _argmax(logits).view(count, -1) == _argmax(targets)

@@ -4,6 +4,7 @@ N = rows, H = width, h = heads, C = head width, R = rotated part of it, I = MLP 
 """
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def select_rows(rows: Tensor, index: Tensor) -> Tensor:
 def rotate(rows: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of `rows` [N, h, C] with `cos`, `sin` [N, R], halves swapped.
 
-    The result has the dtype of the tables. R < C leaves the rest of each head as it is.
+    The result has the dtype of the tables, on a GPU that of the rows. R < C leaves the rest of each head as it is.
     """
     rotated: Tensor = _Rotate.apply(rows, cos, sin)
     return rotated
@@ -44,19 +45,28 @@ def silu_gate(gate_up: Tensor) -> Tensor:
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, eps: float, dtype: torch.dtype) -> Any:
+        ctx.rows_dtype = rows.dtype
+        if _has_kernels(rows):
+            normed, inverse = _kernels().normalize(rows, eps=eps, dtype=dtype)
+            ctx.save_for_backward(normed, inverse)
+            return normed
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         # x.x by a norm: one pass and no [N, H] of squares.
         square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         inverse = square.div_(rows.shape[-1]).add_(eps).rsqrt_()  # [N, 1]
-        normed: Tensor = (wide * inverse).to(dtype)
+        normed = (wide * inverse).to(dtype)
         ctx.save_for_backward(normed, inverse)
-        ctx.rows_dtype = rows.dtype
         return normed
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, None, None]:
         normed, inverse = ctx.saved_tensors
+        if _has_kernels(normed):
+            d_rows = _kernels().normalize_backward(
+                gradients[0], normed, inverse, dtype=ctx.rows_dtype
+            )
+            return d_rows, None, None
         wide = normed.to(inverse.dtype)
         gradient = gradients[0].to(inverse.dtype)
         share = torch.linalg.vecdot(gradient, wide)[..., None] / normed.shape[-1]  # [N, 1]
@@ -66,7 +76,7 @@ class _Normalize(torch.autograd.Function):
 
 class _SelectRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Any:
         ctx.save_for_backward(index)
         ctx.count = len(rows)
         return rows.index_select(0, index)
@@ -82,22 +92,29 @@ class _SelectRows(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, cos: Tensor, sin: Tensor) -> Any:
         ctx.save_for_backward(cos, sin)
         ctx.rows_dtype = rows.dtype
+        if _has_kernels(rows):
+            return _kernels().rotate(rows, cos=cos, sin=sin)
         return _turn(rows.to(cos.dtype), cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, None, None]:
         # Both halves of the tables are equal, so the transpose is the turn back.
         cos, sin = ctx.saved_tensors
+        if _has_kernels(gradients[0]):
+            d_rows = _kernels().rotate(gradients[0].contiguous(), cos=cos, sin=sin, backward=True)
+            return d_rows.to(ctx.rows_dtype), None, None
         return _turn(gradients[0], cos, -sin).to(ctx.rows_dtype), None, None
 
 
 class _SiluGate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor) -> Any:
         ctx.save_for_backward(gate_up)
+        if _has_kernels(gate_up):
+            return _kernels().silu_gate(gate_up)
         gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         for part in _passes(gate_up):
             gate, up = _wide(gate_up[part]).chunk(2, dim=-1)
@@ -105,8 +122,10 @@ class _SiluGate(torch.autograd.Function):
         return gated
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gate_up,) = ctx.saved_tensors
+        if _has_kernels(gate_up):
+            return _kernels().silu_gate_backward(gradients[0], gate_up)
         d_gate_up = torch.empty_like(gate_up)
         for part in _passes(gate_up):
             gate, up = _wide(gate_up[part]).chunk(2, dim=-1)
@@ -119,6 +138,16 @@ class _SiluGate(torch.autograd.Function):
             slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
             d_gate.copy_(slope.mul_(gradient).mul_(up))
         return d_gate_up
+
+
+def _has_kernels(rows: Tensor) -> bool:
+    return rows.is_cuda and rows.dtype in {torch.float32, torch.bfloat16}
+
+
+def _kernels() -> ModuleType:
+    from tasks.eagle3.kernels import rows  # noqa: PLC0415 - Triton, which only a GPU needs
+
+    return rows
 
 
 def _turn(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -45,6 +45,18 @@ class TileGroup(_OnDevice):
     hidden: Tensor  # [B, n, m] bool, true where the query must not see the key
 
 
+@dataclass(frozen=True)
+class Sequences(_OnDevice):
+    """The step's queries as one sequence a document, without gaps and up to its last key: for flash attention."""
+
+    rows: int  # S, those between the queries counted
+    places: Tensor  # [N] where each query row lies among them
+    query_starts: Tensor  # [documents + 1] int32
+    key_starts: Tensor  # [documents + 1] int32
+    longest_queries: int
+    longest_keys: int
+
+
 class _Tile(NamedTuple):
     """Half-open ranges of a step's query rows and of the key rows."""
 
@@ -70,7 +82,7 @@ class StepRows(_OnDevice):
     from_previous: Tensor  # [N_k] index into the previous step's rows (step 0: into the key rows)
     query_embeds: Tensor  # [N_k] index into `StepPlan.query_embeds`
     key_embeds: Tensor  # [N_k] index into `StepPlan.key_embeds`
-    tiles: tuple[TileGroup, ...]
+    visible: tuple[TileGroup, ...] | Sequences  # what each query attends to among the key rows
 
 
 @dataclass(frozen=True)
@@ -91,9 +103,14 @@ class StepPlan(_OnDevice):
 
 
 def plan_steps(
-    loss_mask: Tensor, document_ids: Tensor, *, ttt_steps: int, num_layers: int = 1
+    loss_mask: Tensor,
+    document_ids: Tensor,
+    *,
+    ttt_steps: int,
+    num_layers: int = 1,
+    sequences: bool = False,
 ) -> StepPlan:
-    """Plan a batch from `loss_mask` [T] bool and `document_ids` [T].
+    """Plan a batch from `loss_mask` [T] bool and `document_ids` [T], its attention in tiles or as sequences.
 
     Raises ValueError when nothing is supervised or documents are not contiguous.
     """
@@ -122,7 +139,7 @@ def plan_steps(
             from_previous=_ranks(previous, len(mask))[rows],
             query_embeds=in_queried[rows + k],
             key_embeds=in_keyed[rows + k],
-            tiles=_tile(rows, key_rows, documents),
+            visible=(_sequences if sequences else _tile)(rows, key_rows, documents),
         )
 
     previous = [key_rows, *positions]
@@ -181,6 +198,32 @@ def _scores(mask: Tensor, positions: list[Tensor]) -> tuple[Tensor, Tensor, Tens
         weights[k:, k] = mask[k:].float()
     targets = (scored != none).any(dim=1).nonzero()[:, 0]
     return targets, scored[targets], weights[targets]
+
+
+def _sequences(queries: Tensor, keys: Tensor, documents: Tensor) -> Sequences:
+    """Each document's rows from its first query to its last key; without a query, its last key alone.
+
+    A sequence without queries would leave its keys' gradients unwritten.
+    """
+    present, of_key = torch.unique_consecutive(documents[keys], return_inverse=True)
+    counts = torch.bincount(of_key)  # keys of each document: its first rows, without gaps
+    last = keys[counts.cumsum(0) - 1]
+    of_query = torch.searchsorted(present, documents[queries])
+    first = last.clone().scatter_reduce_(0, of_query, queries, "amin")
+    lengths = last - first + 1
+    starts = _starts(lengths)
+    return Sequences(
+        rows=int(starts[-1]),
+        places=starts[of_query].long() + queries - first[of_query],
+        query_starts=starts,
+        key_starts=_starts(counts),
+        longest_queries=int(lengths.max()),
+        longest_keys=int(counts.max()),
+    )
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _tile(queries: Tensor, keys: Tensor, documents: Tensor) -> tuple[TileGroup, ...]:

@@ -6,22 +6,31 @@ takes it back in `resume`.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from tasks.eagle3.batches import TrainingSample, pack, plan_batches
+from tasks.eagle3.batch_feed import BatchFeed, ReadyBatch
+from tasks.eagle3.batches import PackedBatch, TrainingSample, plan_batches
 from tasks.eagle3.draft import Eagle3DraftModel, trainable_parameters
 from tasks.eagle3.head_transform import PLAIN, HeadTransform
+from tasks.eagle3.step_plan import StepPlan
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_step import (
     Precision,
+    StepResult,
     expected_acceptance_length,
+    frozen_heads,
+    plan_batch,
     training_forward,
 )
+
+LAG = 2
+"""Steps that a GPU may be behind before their figures are waited for."""
 
 
 class TrainingDivergedError(ValueError):
@@ -67,12 +76,15 @@ class Training:
     ) -> None:
         self.draft, self._settings, self._precision = draft, settings, precision
         self._transform = transform
+        self._heads = frozen_heads(draft, precision)
         self._train, self._val = train, val
         self._lengths, self._val_lengths = list(train_lengths), list(val_lengths)
         self.parameters = trainable_parameters(draft)
         self._device = next(iter(self.parameters.values())).device
+        self._feed = BatchFeed(train, self._device, self._plan)
+        self._unread: deque[_Figures] = deque()
         self._optimizer = self._make_optimizer()
-        self._initial = {name: value.detach().clone() for name, value in self.parameters.items()}
+        self._initial = {name: _fingerprint(value) for name, value in self.parameters.items()}
         self._best = {name: value.detach().clone() for name, value in self.parameters.items()}
         self.position = Position()
         self._steps_of_epoch = [len(self._batches(epoch)) for epoch in range(settings.epochs)]
@@ -87,12 +99,15 @@ class Training:
         """
         saved = time.monotonic()
         while not self.position.finished:
-            for batch in self._remaining_batches():
-                self._step(batch)
+            for ready in self._feed.batches(self._remaining_batches()):
+                self._step(ready)
+                self._read_figures(but=LAG if self._device.type == "cuda" else 0)
                 on_step(self.position.step, self.total_steps, self._note())
                 if time.monotonic() - saved >= self._settings.checkpoint_seconds:
+                    self._read_figures(but=0)
                     on_checkpoint(self.position, self.state())
                     saved = time.monotonic()
+            self._read_figures(but=0)
             self._end_epoch()
             if self._settings.epoch_checkpoints:
                 on_checkpoint(self.position, self.state())
@@ -141,23 +156,24 @@ class Training:
         return [
             name
             for name, value in self.parameters.items()
-            if torch.equal(value, self._initial[name])
+            if torch.equal(_fingerprint(value), self._initial[name])
         ]
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Return loss, per-step accuracies and expected acceptance length on the validation side."""
-        sums: dict[str, float] = {}
-        for indices in plan_batches(
+        planned = plan_batches(
             self._val_lengths,
             tokens_per_batch=self._settings.tokens_per_batch,
             seed=0,
             epoch=0,
             shuffle=False,
-        ):
-            batch = pack([self._val[i] for i in indices]).to(self._device)
-            result = self._forward(batch)
-            for name, value in result.metrics.items():
+        )
+        feed = BatchFeed(self._val, self._device, self._plan)
+        found = [self._forward(ready).metrics for ready in feed.batches(planned)]
+        sums: dict[str, float] = {}
+        for metrics in found:
+            for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return means(sums)
 
@@ -185,54 +201,88 @@ class Training:
     def _remaining_batches(self) -> Iterator[list[int]]:
         yield from self._batches(self.position.epoch)[self.position.batch :]
 
-    def _forward(self, batch: Any) -> Any:
+    def _plan(self, batch: PackedBatch) -> StepPlan:
+        steps = self._settings.ttt_steps
+        return plan_batch(self.draft, batch, ttt_steps=steps, precision=self._precision)
+
+    def _forward(self, ready: ReadyBatch) -> StepResult:
         return training_forward(
             self.draft,
-            batch,
+            ready.batch,
+            plan=ready.plan,
             ttt_steps=self._settings.ttt_steps,
             loss=self._settings.loss,
             step_loss_decay=self._settings.ttt_step_decay,
             precision=self._precision,
             transform=self._transform,
+            heads=self._heads,
         )
 
-    def _step(self, indices: list[int]) -> None:
+    def _step(self, ready: ReadyBatch) -> None:
+        """Take a step; on a GPU nothing here waits for it, and a step that is no number is skipped there."""
         position = self.position
         rate = learning_rate(position.step, self.total_steps, self._settings)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        batch = pack([self._train[i] for i in indices]).to(self._device)
-        result = self._forward(batch)
-        result.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.parameters.values(), self._settings.max_grad_norm
-        )
-        loss, gradient = float(result.loss.detach()), float(norm)
-        if math.isfinite(loss) and math.isfinite(gradient):
-            self._optimizer.step()
-        else:
-            self._count_nonfinite(loss, gradient)
+        result = self._forward(ready)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        loss = result.loss.detach()
+        norm = self._update(loss)
         self._optimizer.zero_grad(set_to_none=True)
-        sums = {name: float(value.detach()) for name, value in result.metrics.items()}
         position.step += 1
-        position.tokens += len(batch)
+        position.tokens += len(ready.batch)
         position.batch += 1
-        entry = {"lr": rate, "gradient_norm": gradient, "tokens": len(batch), **means(sums)}
-        self._note_down(entry | {"loss": loss}, validation=0)
+        self._unread.append(
+            _Figures.of(
+                {"loss": loss, "gradient_norm": norm, **result.metrics},
+                place={"step": position.step, "epoch": position.epoch},
+                known={"lr": rate, "tokens": len(ready.batch)},
+            )
+        )
 
-    def _note_down(self, entry: dict[str, float], *, validation: int) -> None:
+    def _update(self, loss: Tensor) -> Tensor:
+        """Clip and step, unless loss or gradient is no number; returns the gradient's norm."""
+        gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        clip = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        if self._device.type != "cuda":
+            if not bad:
+                torch._foreach_mul_(gradients, clip)
+                self._optimizer.step()
+            return norm
+        # What a gradient scaler tells a fused optimizer: it divides the gradients and skips the step by itself.
+        amp: Any = self._optimizer
+        amp.grad_scale, amp.found_inf = 1.0 / clip, bad.float()
+        self._optimizer.step()
+        del amp.grad_scale, amp.found_inf
+        return norm
+
+    def _read_figures(self, *, but: int) -> None:
+        """Write down what the steps gave, all but the last ones, which a GPU may still be busy with."""
+        while len(self._unread) > but:
+            figures = self._unread.popleft()
+            values = figures.read()
+            loss, gradient = values.pop("loss"), values.pop("gradient_norm")
+            if not (math.isfinite(loss) and math.isfinite(gradient)):
+                self._count_nonfinite(figures.place["step"], loss, gradient)
+            entry = {**figures.known, "gradient_norm": gradient, **means(values), "loss": loss}
+            self._note_down(entry, validation=0, place=figures.place)
+
+    def _note_down(
+        self, entry: dict[str, float], *, validation: int, place: dict[str, int]
+    ) -> None:
         """Add an entry to the history; a checkpoint's JSON holds no NaN."""
-        place = {"step": self.position.step, "epoch": self.position.epoch, "validation": validation}
         finite = {name: v if math.isfinite(v) else None for name, v in entry.items()}
-        self.position.history.append({**place, **finite})
+        self.position.history.append({**place, "validation": validation, **finite})
 
-    def _count_nonfinite(self, loss: float, gradient: float) -> None:
+    def _count_nonfinite(self, step: int, loss: float, gradient: float) -> None:
         """A step that is no number is never taken: it is counted, and too many end the training."""
         self.position.nonfinite_steps += 1
         allowed = self._settings.max_nonfinite_steps
         if self.position.nonfinite_steps > allowed:
             raise TrainingDivergedError(
-                f"step {self.position.step + 1}: loss {loss}, gradient norm {gradient}; "
+                f"step {step}: loss {loss}, gradient norm {gradient}; "
                 f"{self.position.nonfinite_steps} such steps, more than train.max_nonfinite_steps {allowed}; "
                 "lower train.lr or look at the captured states"
             )
@@ -243,7 +293,8 @@ class Training:
         if self._val:
             metrics = self.validate()
             score = metrics["acceptance_length"]
-            self._note_down(metrics, validation=1)
+            place = {"step": position.step, "epoch": position.epoch}
+            self._note_down(metrics, validation=1, place=place)
         if position.best_score is None or score > position.best_score:
             position.best_score, position.best_epoch = score, position.epoch
             self._best = {name: value.detach().clone() for name, value in self.parameters.items()}
@@ -254,6 +305,8 @@ class Training:
         position.finished = position.epoch == self._settings.epochs or 0 < patience <= stale
 
     def _note(self) -> str:
+        if not self.position.history:
+            return f"epoch {self.position.epoch + 1}"
         last = self.position.history[-1]
         loss, accuracy = last["loss"], last["full_acc_0"]
         if loss is None or accuracy is None:
@@ -261,6 +314,43 @@ class Training:
         return (
             f"epoch {self.position.epoch + 1}, loss {loss:.3f}, first-token accuracy {accuracy:.3f}"
         )
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Sum and norm: enough to tell whether training has moved it, without a copy of its size."""
+    wide = {"dtype": torch.float64}
+    kept = tensor.detach()
+    return torch.stack([kept.sum(**wide), torch.linalg.vector_norm(kept, **wide)])
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What one step gave, on its way from the device."""
+
+    names: tuple[str, ...]
+    values: Tensor
+    arrived: Any
+    place: dict[str, int]
+    known: dict[str, float]
+
+    @classmethod
+    def of(
+        cls, values: dict[str, Tensor], *, place: dict[str, int], known: dict[str, float]
+    ) -> Self:
+        """Start the copy to the host."""
+        stacked = torch.stack([value.detach().double() for value in values.values()])
+        copied, arrived = stacked, None
+        if stacked.is_cuda:
+            copied = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            copied.copy_(stacked, non_blocking=True)
+            arrived = torch.cuda.current_stream(stacked.device).record_event()
+        return cls(tuple(values), copied, arrived, place, known)
+
+    def read(self) -> dict[str, float]:
+        """Wait for the copy, if there is one."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from tasks.eagle3.batches import PackedBatch
 from tasks.eagle3.draft import Eagle3DraftModel, eager_loss
 from tasks.eagle3.draft_layer import DraftLayer, LayerMemory, Rotation
+from tasks.eagle3.flash_attention import can_flash
+from tasks.eagle3.folded import fold
 from tasks.eagle3.head import centered
 from tasks.eagle3.head_transform import PLAIN, HeadTransform
 from tasks.eagle3.loss import REDUCTION_EPS, LossInputs, ttt_loss
@@ -38,10 +39,36 @@ class StepResult:
     metrics: dict[str, Tensor]  # `<name>_sum` and `<name>_total`: add up over batches, then divide
 
 
-def plan_batch(draft: Eagle3DraftModel, batch: PackedBatch, *, ttt_steps: int) -> StepPlan:
+@dataclass(frozen=True)
+class FrozenHeads:
+    """The draft's and the verifier's head as the products read them, [D, H] each; one tensor where they are one."""
+
+    draft: Tensor
+    verifier: Tensor
+
+
+def frozen_heads(draft: Eagle3DraftModel, precision: Precision) -> FrozenHeads:
+    """Convert the two heads, which no step changes."""
+    own, verifier = draft.lm_head.weight.detach(), draft.verifier_lm_head.weight.detach()
+    converted = own.to(_dtype(draft, precision))
+    if own.data_ptr() == verifier.data_ptr():
+        return FrozenHeads(converted, converted)
+    return FrozenHeads(converted, verifier.to(converted.dtype))
+
+
+def plan_batch(
+    draft: Eagle3DraftModel, batch: PackedBatch, *, ttt_steps: int, precision: Precision = "fp32"
+) -> StepPlan:
     """The batch's plan, made on the host: do it while the batch is still there."""
+    attention: Any = draft.layers[0].self_attn
     return plan_steps(
-        batch.loss_mask, batch.document_ids, ttt_steps=ttt_steps, num_layers=len(draft.layers)
+        batch.loss_mask,
+        batch.document_ids,
+        ttt_steps=ttt_steps,
+        num_layers=len(draft.layers),
+        sequences=can_flash(
+            draft.fc.weight.device, _dtype(draft, precision), head_width=attention.head_dim
+        ),
     )
 
 
@@ -55,19 +82,21 @@ def training_forward(
     precision: Precision = "fp32",
     plan: StepPlan | None = None,
     transform: HeadTransform = PLAIN,
+    heads: FrozenHeads | None = None,
 ) -> StepResult:
     """Loss (with gradient) and metrics of a batch on the draft's device.
 
     Equals `Eagle3DraftModel.forward` of speculators 0.9.0 in loss, metrics and every gradient.
     Under `torch.no_grad()` nothing is kept for a backward. `plan` is `plan_batch`'s for this batch
     (without it the step waits for the mask to come from the device). `transform` is the verifier's: its kind of
-    norm and its soft-cap, which speculators does not know, decide the targets (its scale is in the heads).
+    norm and its soft-cap, which speculators does not know, decide the targets (its scale is in the heads). `heads`
+    saves their conversion at every step.
     Raises ValueError for unknown losses, for batches without supervision, and for drafts with
     features that the step does not compute.
     """
     _check_draft(draft)
     loss_function = None if loss == "kl_div" else eager_loss(loss)
-    plan = plan or plan_batch(draft, batch, ttt_steps=ttt_steps)
+    plan = plan or plan_batch(draft, batch, ttt_steps=ttt_steps, precision=precision)
     if len(plan.steps) != ttt_steps or plan.rows != len(batch):
         raise ValueError(
             f"the plan is for {plan.rows} rows and {len(plan.steps)} steps, the batch has "
@@ -75,20 +104,18 @@ def training_forward(
         )
     device = draft.fc.weight.device
     plan = plan.to(device)
-    dtype = torch.bfloat16 if precision == "bf16" else draft.fc.weight.dtype
+    dtype = _dtype(draft, precision)
     hidden = _run_steps(draft, batch, plan, dtype)  # [sum of N_k, H]
     targets = batch.last.index_select(0, plan.targets).to(draft.fc.weight.dtype)  # [U, H]
     with torch.no_grad():
         target_states = draft.verifier_norm(centered(targets, transform)).to(dtype)
+    heads = heads or frozen_heads(draft, precision)
     inputs = LossInputs(
-        head=draft.lm_head.weight.detach().to(dtype),
-        target_head=draft.verifier_lm_head.weight.detach().to(dtype),
+        head=heads.draft,
+        target_head=heads.verifier,
         target_states=target_states,
         scored=plan.scored,
-        weights=plan.weights,
-        step_scales=tuple(
-            step_loss_decay**k / (count + REDUCTION_EPS) for k, count in enumerate(plan.supervised)
-        ),
+        factors=_factors(plan, step_loss_decay),
         loss_function=loss_function,
         transform=transform,
     )
@@ -110,6 +137,19 @@ def expected_acceptance_length(metrics: Mapping[str, Tensor | float]) -> float:
         length += reach
         k += 1
     return length
+
+
+def _factors(plan: StepPlan, decay: float) -> Tensor:
+    """What each score counts in the loss, [U, K]: speculators' mean over a step's rows, times decay ** k."""
+    scales = [decay**k / (count + REDUCTION_EPS) for k, count in enumerate(plan.supervised)]
+    # not made on the device: that would wait for all that it has to do
+    on_device = torch.tensor(scales, dtype=torch.float64).to(plan.weights.device, non_blocking=True)
+    return plan.weights * on_device
+
+
+def _dtype(draft: Eagle3DraftModel, precision: Precision) -> torch.dtype:
+    """What products are computed in."""
+    return torch.bfloat16 if precision == "bf16" else draft.fc.weight.dtype
 
 
 @dataclass
@@ -152,7 +192,7 @@ class _Unrolled:
                     key_sin=sin[key_rows],
                 ),
                 memory=memory,
-                tiles=rows.tiles,
+                visible=rows.visible,
             )
         return hidden
 
@@ -203,17 +243,18 @@ def _project_embeds(
 
 def _project_aux(draft: Eagle3DraftModel, aux: Tensor, dtype: torch.dtype) -> Tensor:
     """Captured states [M, A * H] to the draft's input [M, H], gains of the norms in the matrix."""
-    weight, wide = draft.fc.weight, aux.to(draft.fc.weight.dtype)
+    weight, gain = draft.fc.weight, None
     if draft.input_norm is not None:
         norm: Any = draft.input_norm
-        wide = normalize(wide, eps=norm.variance_epsilon, dtype=wide.dtype)
-        weight = weight * norm.weight
+        aux = normalize(aux.to(weight.dtype), eps=norm.variance_epsilon, dtype=dtype)
+        gain = norm.weight
     if draft.fc_norm is not None:
         norms: list[Any] = list(draft.fc_norm)
-        by_layer = wide.view(len(wide), len(norms), -1)  # [M, A, H]
-        wide = normalize(by_layer, eps=norms[0].variance_epsilon, dtype=wide.dtype).flatten(1)
-        weight = weight * torch.cat([norm.weight for norm in norms])
-    return linear(wide.to(dtype), weight.to(dtype)).to(draft.fc.weight.dtype)
+        by_layer = aux.to(weight.dtype).view(len(aux), len(norms), -1)  # [M, A, H]
+        aux = normalize(by_layer, eps=norms[0].variance_epsilon, dtype=dtype).flatten(1)
+        gain = torch.cat([norm.weight for norm in norms])
+    (projection,) = fold([weight], [gain], dtype=dtype)
+    return projection.linear(aux.to(dtype)).to(weight.dtype)
 
 
 def _final_norm(draft: Eagle3DraftModel, hidden: Tensor) -> Tensor:

@@ -24,20 +24,23 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
+from tasks.eagle3.batch_feed import BatchFeed  # noqa: E402
 from tasks.eagle3.batches import PackedBatch, TrainingSample, pack  # noqa: E402
 from tasks.eagle3.draft import (  # noqa: E402
     DraftSettings,
     Eagle3DraftModel,
+    build_draft,
     draft_config,
     eager_loss,
     trainable_parameters,
 )
-from tasks.eagle3.training_step import plan_batch, training_forward  # noqa: E402
+from tasks.eagle3.step_plan import StepPlan, plan_steps  # noqa: E402
+from tasks.eagle3.training_step import frozen_heads, training_forward  # noqa: E402
 
 TTT_STEPS = 3
 DRAFT_VOCAB = 32_000
 DOCUMENT = 1024
-STEPS = 20
+BLOCKS, STEPS = 3, 10
 
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -53,8 +56,8 @@ SHAPES = {"qwen3-8b": (QWEN3_8B, 8192), "kimi-k2.5": (KIMI_K25, 4096)}
 """Verifier's sizes and packed tokens of a step."""
 
 
-def make_draft(sizes: dict[str, Any], *, attention: str) -> Eagle3DraftModel:
-    """A draft on the GPU with the same random tensors at every call."""
+def make_draft(sizes: dict[str, Any]) -> Eagle3DraftModel:
+    """This project's draft on the GPU, around random tensors in bf16, the same ones at every call."""
     config = draft_config(
         sizes,
         draft_vocab_size=DRAFT_VOCAB,
@@ -64,60 +67,77 @@ def make_draft(sizes: dict[str, Any], *, attention: str) -> Eagle3DraftModel:
         verifier_architectures=["none"],
         draft_tokens=TTT_STEPS,
     )
-    config.transformer_layer_config._attn_implementation = attention
-    with torch.device("meta"):
-        draft = Eagle3DraftModel(config)  # type: ignore[no-untyped-call]
-    draft = draft.to_empty(device="cuda").float()
-    with torch.device("cuda"):
-        fresh: Any = type(draft.rotary_emb)(config.transformer_layer_config)
-    draft.rotary_emb = fresh
     generator = torch.Generator("cuda").manual_seed(0)
-    with torch.no_grad():
-        for name, weight in sorted(draft.named_parameters()):
-            if weight.dim() == 1:
-                weight.fill_(1.0)
-            else:
-                weight.normal_(0, 1.0 if "embed" in name else 0.02, generator=generator)
-        draft.verifier_lm_head.weight.copy_(draft.lm_head.weight)
-        draft.t2d.copy_(torch.arange(len(draft.t2d), device="cuda") < DRAFT_VOCAB)
-        draft.d2t.zero_()
-    return draft
-
-
-def make_batch(sizes: dict[str, Any], tokens: int, *, seed: int) -> PackedBatch:
-    """Documents of DOCUMENT rows, the last 70 % of each supervised, as in chats."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = int(sizes["hidden_size"])
-    samples = []
-    for _ in range(tokens // DOCUMENT):
-        length = DOCUMENT + 1
-        samples.append(
-            TrainingSample(
-                input_ids=torch.randint(DRAFT_VOCAB, (length,), generator=generator),
-                aux=torch.randn(length, 3 * hidden, generator=generator).bfloat16(),
-                last=torch.randn(length, hidden, generator=generator).bfloat16(),
-                loss_mask=torch.arange(length) > length * 0.3,
-            )
+    vocabulary, hidden = sizes["vocab_size"], sizes["hidden_size"]
+    embed, head = (
+        torch.empty(vocabulary, hidden, device="cuda", dtype=torch.bfloat16).normal_(
+            0, std, generator=generator
         )
-    return pack(samples)
+        for std in (1.0, 0.02)
+    )
+    return build_draft(
+        config,
+        embed=embed,
+        norm=torch.ones(hidden, device="cuda"),
+        head=head,
+        t2d=torch.arange(vocabulary) < DRAFT_VOCAB,
+        d2t=torch.zeros(DRAFT_VOCAB, dtype=torch.long),
+        seed=0,
+        device=torch.device("cuda"),
+    )
 
 
-def our_forward(draft: Eagle3DraftModel) -> Callable[[PackedBatch], torch.Tensor]:
-    """This project's step, with the planning of the batch counted in."""
+def make_peer_draft(sizes: dict[str, Any]) -> Eagle3DraftModel:
+    """speculators' own model of the same values, in fp32 as its Trainer holds it."""
+    source = make_draft(sizes)
+    source.config.transformer_layer_config._attn_implementation = "simple_flex_attention"
+    with torch.device("cuda"):
+        peer: Eagle3DraftModel = Eagle3DraftModel(source.config).float()
+    peer.load_state_dict(source.state_dict())
+    return peer
 
-    def forward(batch: PackedBatch) -> torch.Tensor:
-        plan = plan_batch(draft, batch, ttt_steps=TTT_STEPS)
-        moved = batch.to("cuda")
-        return training_forward(draft, moved, ttt_steps=TTT_STEPS, precision="bf16", plan=plan).loss
+
+def make_samples(sizes: dict[str, Any], count: int) -> list[TrainingSample]:
+    """Documents of DOCUMENT rows, the last 70 % of each supervised, as in chats."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, length = int(sizes["hidden_size"]), DOCUMENT + 1
+    return [
+        TrainingSample(
+            input_ids=torch.randint(DRAFT_VOCAB, (length,), generator=generator),
+            aux=torch.randn(length, 3 * hidden, generator=generator).bfloat16(),
+            last=torch.randn(length, hidden, generator=generator).bfloat16(),
+            loss_mask=torch.arange(length) > length * 0.3,
+        )
+        for _ in range(count)
+    ]
+
+
+Forward = Callable[[PackedBatch, StepPlan | None], torch.Tensor]
+
+
+def our_plan(batch: PackedBatch) -> StepPlan:
+    """What the attention of a GPU needs."""
+    return plan_steps(batch.loss_mask, batch.document_ids, ttt_steps=TTT_STEPS, sequences=True)
+
+
+def our_forward(draft: Eagle3DraftModel) -> Forward:
+    """This project's step."""
+    heads = frozen_heads(draft, "bf16")
+
+    def forward(batch: PackedBatch, plan: StepPlan | None) -> torch.Tensor:
+        plan = plan or our_plan(batch)
+        return training_forward(
+            draft, batch.to("cuda"), ttt_steps=TTT_STEPS, precision="bf16", plan=plan, heads=heads
+        ).loss
 
     return forward
 
 
-def peer_forward(draft: Any) -> Callable[[PackedBatch], torch.Tensor]:
+def peer_forward(draft: Any) -> Forward:
     """speculators' forward."""
     loss_config = {"kl_div": (eager_loss("kl_div"), 1.0)}
 
-    def forward(batch: PackedBatch) -> torch.Tensor:
+    def forward(batch: PackedBatch, _: StepPlan | None) -> torch.Tensor:
         moved = batch.to("cuda")
         with torch.autocast("cuda", dtype=torch.bfloat16):
             _, loss, _ = draft(
@@ -137,19 +157,23 @@ def peer_forward(draft: Any) -> Callable[[PackedBatch], torch.Tensor]:
 
 def measure(
     draft: Eagle3DraftModel,
-    forward: Callable[[PackedBatch], torch.Tensor],
-    batches: list[PackedBatch],
+    forward: Forward,
+    samples: list[TrainingSample],
     *,
+    tokens: int,
     profile: Path | None = None,
 ) -> dict[str, Any]:
-    """Time to the first step, median step, peak memory, losses."""
+    """Time to the first step, the step with batches copied in its stream and made ready aside, peak memory, losses."""
     torch.cuda.reset_peak_memory_stats()
     parameters = list(trainable_parameters(draft).values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    losses, seconds = [], []
+    losses = []
+    each = tokens // DOCUMENT
+    planned = [list(range(start, start + each)) for start in range(0, len(samples), each)]
+    batches = [pack([samples[i] for i in indices], pinned=True) for indices in planned]
 
-    def step(batch: PackedBatch) -> None:
-        loss = forward(batch)
+    def step(batch: PackedBatch, plan: StepPlan | None = None) -> None:
+        loss = forward(batch, plan)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -162,21 +186,40 @@ def measure(
     first = time.perf_counter() - started
     for _ in range(3):
         step(batches[0])
-    for number in range(STEPS):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        step(batches[number % len(batches)])
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
+
+    def in_stream() -> None:
+        for number in range(STEPS):
+            step(batches[number % len(batches)])
+
+    feed = BatchFeed(samples, torch.device("cuda"), our_plan)
+
+    def aside() -> None:
+        for ready in feed.batches(planned[number % len(planned)] for number in range(STEPS)):
+            step(ready.batch, ready.plan)
+
+    seconds = {"in stream": block_seconds(in_stream), "aside": block_seconds(aside)}
     if profile is not None:
         write_profile(lambda: step(batches[0]), profile)
     return {
         "first_step_seconds": round(first, 2),
-        "milliseconds": round(statistics.median(seconds) * 1e3, 2),
-        "tokens_per_second": round(len(batches[0]) / statistics.median(seconds)),
+        "milliseconds": {name: round(value * 1e3, 2) for name, value in seconds.items()},
+        "tokens_per_second": {name: round(tokens / value) for name, value in seconds.items()},
+        "waited": round(feed.waited_seconds / (BLOCKS * STEPS * seconds["aside"]), 3),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
         "losses": [round(float(loss), 5) for loss in losses],
     }
+
+
+def block_seconds(run: Callable[[], None]) -> float:
+    """Seconds of a step, as a training runs: nothing waits between the steps of a block."""
+    seconds = []
+    for _ in range(BLOCKS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - begun) / STEPS)
+    return statistics.median(seconds)
 
 
 def write_profile(step: Callable[[], None], file: Path) -> None:
@@ -215,47 +258,60 @@ def main() -> None:
     arguments = parser.parse_args()
     for shape in arguments.shape or SHAPES:
         sizes, tokens = SHAPES[shape]
-        batches = [make_batch(sizes, tokens, seed=seed) for seed in range(4)]
-        for batch in batches:
-            for name, value in vars(batch).items():
-                object.__setattr__(batch, name, value.pin_memory())
+        samples = make_samples(sizes, 4 * tokens // DOCUMENT)
         found: dict[str, dict[str, Any]] = {}
-        sides: dict[str, tuple[str, Callable[[Any], Any]]] = {
-            "ours": ("eager", our_forward),
-            "speculators": ("simple_flex_attention", peer_forward),
+        sides: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Forward]]] = {
+            "ours": (make_draft, our_forward),
+            "speculators": (make_peer_draft, peer_forward),
         }
-        for name, (attention, make_forward) in sides.items():
+        for name, (make, make_forward) in sides.items():
             if arguments.ours_only and name != "ours":
                 continue
-            draft = make_draft(sizes, attention=attention)
+            draft = make(sizes)
+            gc.collect()
+            torch.cuda.empty_cache()
             profile = arguments.profile / f"{shape}-{name}.txt" if arguments.profile else None
-            found[name] = measure(draft, make_forward(draft), batches, profile=profile)
+            found[name] = measure(
+                draft, make_forward(draft), samples, tokens=tokens, profile=profile
+            )
             print(shape, name, {k: v for k, v in found[name].items() if k != "losses"}, flush=True)
             print("   losses", found[name]["losses"], flush=True)
             del draft
             gc.collect()
             torch.cuda.empty_cache()
-        peer = found.get("speculators")
-        record = {
-            "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name(),
-            "versions": {n: version(n) for n in ("torch", "transformers", "speculators")},
-            "command": "python tests/benchmarks/bench_train_gpu.py",
-            "benchmark": f"train step, {shape} draft, {tokens} packed tokens, TTT {TTT_STEPS}, 70 % supervised",
-            "ours": found["ours"]["tokens_per_second"],
-            "peer": peer and peer["tokens_per_second"],
-            "ratio": peer and round(peer["milliseconds"] / found["ours"]["milliseconds"], 2),
-            "unit": "tokens/s",
-            "ceiling": f"{matmul_ceiling():.0f} TFLOP/s",
-            "peer_name": "speculators, compiled, flex attention",
-            "first_step_seconds": {
-                name: side["first_step_seconds"] for name, side in found.items()
-            },
-            "peak_gb": {name: side["peak_gb"] for name, side in found.items()},
-        }
+        record = make_record(shape, tokens, found)
         print(json.dumps(record), flush=True)
         with arguments.output.open("a") as results:
             results.write(json.dumps(record) + "\n")
+
+
+def make_record(shape: str, tokens: int, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A line of results.jsonl: each side with its own loader, ours aside and speculators' in the stream."""
+    ours, peer = found["ours"], found.get("speculators")
+    losses = zip(ours["losses"], peer["losses"] if peer else [], strict=False)
+    return {
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "versions": {n: version(n) for n in ("torch", "transformers", "speculators")},
+        "command": "python tests/benchmarks/bench_train_gpu.py",
+        "benchmark": f"train step, {shape} draft, {tokens} packed tokens, TTT {TTT_STEPS}, 70 % supervised",
+        "ours": ours["tokens_per_second"]["aside"],
+        "peer": peer and peer["tokens_per_second"]["in stream"],
+        "ratio": peer
+        and round(peer["milliseconds"]["in stream"] / ours["milliseconds"]["aside"], 2),
+        "unit": "tokens/s",
+        "ceiling": f"{matmul_ceiling():.0f} TFLOP/s",
+        "peer_name": "speculators, compiled, flex attention",
+        "ratio_same_loader": peer
+        and {
+            name: round(peer["milliseconds"][name] / ours["milliseconds"][name], 2)
+            for name in ours["milliseconds"]
+        },
+        "first_step_seconds": {name: side["first_step_seconds"] for name, side in found.items()},
+        "peak_gb": {name: side["peak_gb"] for name, side in found.items()},
+        "waiting_for_data": ours["waited"],
+        "largest_loss_difference": max((abs(a / b - 1) for a, b in losses), default=None),
+    }
 
 
 if __name__ == "__main__":

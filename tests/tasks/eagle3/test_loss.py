@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tasks.eagle3 import loss as loss_module
 from tasks.eagle3.draft import LOSS_NAMES, eager_loss
+from tasks.eagle3.head_transform import HeadTransform
 from tasks.eagle3.loss import LossInputs, ttt_loss
 
 TARGETS, STEPS, DRAFT, HIDDEN = 7, 2, 24, 5
@@ -20,8 +21,8 @@ def inputs(loss: str, scored: Tensor | None = None) -> tuple[Tensor, LossInputs]
         target_head=torch.randn(DRAFT, HIDDEN, generator=generator, dtype=torch.float64),
         target_states=torch.randn(TARGETS, HIDDEN, generator=generator, dtype=torch.float64),
         scored=rows,
-        weights=(rows < len(hidden)).float(),
-        step_scales=(0.5, 0.125),
+        factors=(rows < len(hidden)) * torch.tensor([0.5, 0.125], dtype=torch.float64),
+        transform=HeadTransform(),
         loss_function=None if loss == "kl_div" else eager_loss(loss),
     )
 
@@ -40,7 +41,7 @@ def naive(hidden: Tensor, given: LossInputs, loss: str) -> Tensor:
                 one = (p * (p.log() - logits.log_softmax(0))).sum()
             else:
                 one = eager_loss(loss)(logits[None, None], wanted[None, None])[0, 0]
-            total = total + given.step_scales[step] * one
+            total = total + float(given.factors[target, step]) * one
     return total
 
 
@@ -78,7 +79,7 @@ def test_rows_without_a_score_get_no_gradient_and_add_no_loss() -> None:
 
 def test_a_loss_that_counts_nowhere_may_be_infinite() -> None:
     hidden, given = inputs("kl_div")
-    given.weights[2, 1] = 0
+    given.factors[2, 1] = 0
     hidden[given.scored[2, 1]] = float("inf")
     hidden.requires_grad_()
     total, _, _ = ttt_loss(hidden, inputs=given)

@@ -8,6 +8,8 @@ N = query rows, M = key rows, V = key/value heads, G = query heads a key head, C
 row, S = rows of the sequences (each document's queries without gaps, up to its last key).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,22 +95,23 @@ class _FlashAttention(torch.autograd.Function):
         )
         sequences, scale = ctx.sequences, ctx.scale
         gradient = _spread(gradients[0].contiguous().flatten(1, 2), sequences)  # [S, V * G, C]
-        d_spread, d_keys, d_values = torch.ops.aten._flash_attention_backward(
-            gradient,
-            spread,
-            keys,
-            values,
-            mixed,
-            normalizer,
-            sequences.query_starts,
-            sequences.key_starts,
-            sequences.longest_queries,
-            sequences.longest_keys,
-            0.0,
-            True,
-            *random,
-            scale=scale,
-        )
+        with _same_bits_every_time():
+            d_spread, d_keys, d_values = torch.ops.aten._flash_attention_backward(
+                gradient,
+                spread,
+                keys,
+                values,
+                mixed,
+                normalizer,
+                sequences.query_starts,
+                sequences.key_starts,
+                sequences.longest_queries,
+                sequences.longest_keys,
+                0.0,
+                True,
+                *random,
+                scale=scale,
+            )
         d_own_keys = d_own_values = None
         if len(own_keys):
             d_own_keys, d_own_values = kernels.merge_backward(
@@ -124,6 +127,21 @@ class _FlashAttention(torch.autograd.Function):
             )
         d_queries = _pick(d_spread, sequences).view_as(queries)
         return d_queries, d_keys, d_values, d_own_keys, d_own_values, None, None
+
+
+@contextmanager
+def _same_bits_every_time() -> Iterator[None]:
+    """Let flash attention sum the gradients of its queries in a fixed order, not in that of their arrival."""
+    before = torch.are_deterministic_algorithms_enabled()
+    deterministic: Any = torch.utils.deterministic
+    filled = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = False  # or new memory is filled with NaN first
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=before)
+        deterministic.fill_uninitialized_memory = filled
 
 
 def _spread(rows: Tensor, sequences: Sequences) -> Tensor:

@@ -65,22 +65,20 @@ class _Fold(torch.autograd.Function):
         groups = len(ctx.matrices)
         gains, weights = ctx.saved_tensors[:groups], ctx.saved_tensors[groups:]
         rows = [len(weight) for weight in weights]
-        d_stack = weights[0].new_empty(sum(rows), weights[0].shape[1])
-        d_gains: list[Tensor | None] = []
-        for matrix, gain, columns, d_columns in zip(
-            ctx.matrices,
-            gains,
-            _column_groups(weights, groups),
-            d_stack.chunk(groups, dim=1),
-            strict=True,
-        ):
-            if matrix.gradient is None:  # no product had a gradient
-                d_columns.zero_()
-                d_gains.append(None if gain is None else torch.zeros_like(gain))
-                continue
-            d_gains.append(_unfold(matrix.gradient, columns, gain, d_columns))
+        d_stack = _gradient_stack(ctx.matrices, weights)
+        d_gains = [
+            _unfold(matrix.gradient, columns, gain, d_columns)
+            for matrix, gain, columns, d_columns in zip(
+                ctx.matrices,
+                gains,
+                _column_groups(weights, groups),
+                d_stack.chunk(groups, dim=1),
+                strict=True,
+            )
+        ]
+        for matrix in ctx.matrices:
             matrix.gradient = None
-        return None, *d_gains, *d_stack.split(rows)
+        return None, *d_gains, *torch.split(d_stack, rows)
 
 
 class _Linear(torch.autograd.Function):
@@ -137,12 +135,24 @@ def _add_gradient(matrix: _Matrix, outputs: slice, gradient: Tensor, rows: Tenso
     torch.addmm(part, gradient.mT, rows, **wide, out=part)
 
 
+def _gradient_stack(matrices: Sequence[_Matrix], weights: Sequence[Tensor]) -> Tensor:
+    """Where the gradients of the stacked weights go: of a single matrix the memory of its own gradient."""
+    only = matrices[0].gradient
+    if len(matrices) == 1 and only is not None and only.dtype == weights[0].dtype:
+        return only
+    return weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
+
+
 def _unfold(
-    d_value: Tensor, weights: list[Tensor], gain: Tensor | None, into: Tensor
+    d_value: Tensor | None, weights: list[Tensor], gain: Tensor | None, into: Tensor
 ) -> Tensor | None:
     """From the gradient of weights * gain: that of the weights goes `into`, that of the gain is returned."""
+    if d_value is None:  # no product had a gradient
+        into.zero_()
+        return None if gain is None else torch.zeros_like(gain)
     if gain is None:
-        into.copy_(d_value)
+        if into.data_ptr() != d_value.data_ptr():
+            into.copy_(d_value)
         return None
     if d_value.is_cuda and d_value.dtype == torch.float32:
         d_gain: Tensor = _kernels().unfold(d_value, weights, gain, into=into)

@@ -16,7 +16,7 @@ from tasks.eagle3.weight_files import weight_file_names
 from tasks.progress import count_bytes
 from tasks.stage import StageResult, build_parts, stage_task
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)

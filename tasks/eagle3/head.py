@@ -15,6 +15,8 @@ from torch import Tensor
 from tasks.eagle3.head_transform import PLAIN, HeadTransform
 from tasks.eagle3.verifier import VerifierFacts
 
+METADATA_KEY = "verifier_head"
+
 ROWS_PER_CHUNK = 16_384
 """Head rows taken to fp32 at once: 0.5 GB of Kimi-K2.5's head (H = 7,168) instead of 4.7 GB."""
 
@@ -92,21 +94,22 @@ def save_head(head: VerifierHead, path: Path) -> None:
     if not head.tied:
         tensors["head"] = head.head
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    metadata = {"eps": json.dumps(head.eps), "transform": head.transform.model_dump_json()}
-    save_file(contiguous, path, metadata=metadata)
+    values = {"eps": head.eps, "transform": head.transform.model_dump(mode="json")}
+    # One entry: safetensors writes several in random order, and an artifact counts by its bytes.
+    save_file(contiguous, path, metadata={METADATA_KEY: json.dumps(values, sort_keys=True)})
 
 
 def load_head(path: Path) -> VerifierHead:
     """Read what save_head wrote; ValueError when the file is something else."""
     with safe_open(path, framework="pt") as file:
         keys, metadata = set(file.keys()), file.metadata() or {}
-        if not {"embed", "norm"} <= keys or not {"eps", "transform"} <= metadata.keys():
+        if not {"embed", "norm"} <= keys or METADATA_KEY not in metadata:
             raise ValueError(
                 f"{path} holds {sorted(keys)}, not a verifier's embed, norm, eps and transform; "
                 "make the verifier artifact again"
             )
         embed: Tensor = file.get_tensor("embed")
         head: Tensor = file.get_tensor("head") if "head" in keys else embed
-        transform = HeadTransform.model_validate_json(metadata["transform"])
-        eps = float(json.loads(metadata["eps"]))
-        return VerifierHead(embed, file.get_tensor("norm"), head, eps, transform)
+        values = json.loads(metadata[METADATA_KEY])
+        transform = HeadTransform.model_validate(values["transform"])
+        return VerifierHead(embed, file.get_tensor("norm"), head, float(values["eps"]), transform)

@@ -66,6 +66,15 @@ def test_a_saved_head_comes_back_equal_and_a_tied_one_is_stored_once(tmp_path, t
     assert len(load_file(tmp_path / "head.safetensors")) == (2 if tied else 3)
 
 
+def test_the_same_head_is_written_as_the_same_bytes(tmp_path):
+    head = VerifierHead(torch.ones(4, 2), torch.ones(2), torch.zeros(4, 2), 1e-6)
+    written = set()
+    for _ in range(16):  # safetensors writes two metadata entries in either order
+        save_head(head, tmp_path / "head.safetensors")
+        written.add((tmp_path / "head.safetensors").read_bytes())
+    assert len(written) == 1
+
+
 def test_another_file_is_not_taken_for_a_head(tmp_path):
     save_file({"weight": torch.ones(2)}, tmp_path / "x.safetensors")
 

@@ -316,7 +316,12 @@ def main() -> None:
             torch.cuda.empty_cache()
             profile = arguments.profile / f"{shape}-{name}.txt" if arguments.profile else None
             found[name] = measure(
-                draft, make_forward(draft), samples, tokens=tokens, profile=profile
+                draft,
+                make_forward(draft),
+                samples,
+                tokens=tokens,
+                training_loop=name == "ours",
+                profile=profile,
             )
             print(shape, name, {k: v for k, v in found[name].items() if k != "losses"}, flush=True)
             print("   losses", found[name]["losses"], flush=True)

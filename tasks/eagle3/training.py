@@ -109,6 +109,11 @@ class Training:
                     writer.write_now(self.state)
         return self._best
 
+    @property
+    def waited_seconds(self) -> float:
+        """Time spent waiting for batches so far."""
+        return self._feed.waited_seconds
+
     def state(self) -> TrainingState:
         """Return all that the training is made of now; the tensors are no copies."""
         position = self.position

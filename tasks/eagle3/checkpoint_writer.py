@@ -6,6 +6,7 @@ copy takes. At most one checkpoint is under way, and memory is that of one copy 
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -32,12 +33,12 @@ class HostCopies:
         return tensors.keys() <= self._memory.keys()
 
     def make_room(self, tensors: Mapping[str, Tensor]) -> None:
-        """Get memory for all of them; page-locking takes about a second for 3 GB."""
-        for name, value in tensors.items():
-            if name not in self._memory:
-                self._memory[name] = torch.empty(
-                    value.shape, dtype=value.dtype, pin_memory=self.pinned
-                )
+        """Get memory for all of them; page-locking it takes long."""
+        # called in a thread, which would page-lock for the first GPU, whichever is trained on
+        with torch.cuda.device(self._device) if self.pinned else nullcontext():
+            for name in tensors.keys() - self._memory.keys():
+                shape, dtype = tensors[name].shape, tensors[name].dtype
+                self._memory[name] = torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
 
     def start(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         """Begin to copy; returns the copies and the event after which they are complete (None: they are)."""

@@ -103,10 +103,7 @@ class Training:
                     self._offer_checkpoint(writer)
                 self._read_figures(but=0)
                 self._end_epoch()
-                if not self.position.finished:
-                    self._offer_checkpoint(writer)
-                elif self._settings.epoch_checkpoints:
-                    writer.write_now(self.state)
+                self._checkpoint_epoch(writer)
         return self._best
 
     @property
@@ -253,6 +250,16 @@ class Training:
             self._stored_best_step = self.position.best_step
             self._checkpoint_due = time.monotonic() + self._settings.checkpoint_seconds
 
+    def _checkpoint_epoch(self, writer: CheckpointWriter) -> None:
+        """Begin the checkpoint of an epoch's end, as soon as may be; the last one is waited for."""
+        if not self._settings.epoch_checkpoints:
+            return
+        if self.position.finished:
+            writer.write_now(self.state)
+        else:
+            self._checkpoint_due = time.monotonic()
+            self._offer_checkpoint(writer)
+
     def _end_epoch(self) -> None:
         position = self.position
         score = float(position.epoch)
@@ -270,8 +277,6 @@ class Training:
         position.epoch += 1
         position.batch = 0
         position.finished = position.epoch == self._settings.epochs or 0 < patience <= stale
-        if self._settings.epoch_checkpoints:
-            self._checkpoint_due = time.monotonic()
 
     @torch.no_grad()
     def _keep_best(self) -> None:

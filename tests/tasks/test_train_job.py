@@ -164,7 +164,7 @@ def kill_while_writing(request: Request, file: Path) -> None:
     code = "import json, sys; from tasks.jobs import train; train.run(json.load(sys.stdin), lambda _: None)"
     with file.open() as stdin:
         process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=stdin)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while True:
         assert process.poll() is None, "the training ended before it was killed"
         assert time.monotonic() < until

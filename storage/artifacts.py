@@ -42,6 +42,7 @@ __all__ = [
     "remove",
     "remove_garbage",
     "require",
+    "set_aside",
     "verify",
     "write",
 ]
@@ -220,6 +221,13 @@ def local_directory(store: Store, manifest: Manifest) -> Path | None:
     if len(attempts) != 1:
         return None
     return store.local_path(f"{manifest.path}/{attempts.pop()}")
+
+
+def set_aside(store: Store, path: str, *, problem: str) -> None:
+    """Let an artifact count as not made, its manifest kept under another name; none there is fine."""
+    text = _manifest_text(store, path)
+    if text is not None:
+        _set_aside(store, path, text=text, problems=[problem])
 
 
 def remove(store: Store, path: str) -> None:

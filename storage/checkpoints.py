@@ -1,32 +1,34 @@
 """Training checkpoints: all that a training needs to go on as if it had never stopped.
 
 A checkpoint is complete or is none. Its tensors keep their dtype (weights, optimizer moments,
-random states as bytes), its state is JSON, and both are digested again when they are read.
+random states as bytes), its state is JSON, and both are digested again when they are read. What
+many checkpoints have in common lies beside them and is written once: the best weights until then,
+and the metrics of the past in segments of SEGMENT_ENTRIES.
 """
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from storage.artifacts import (
-    Identity,
-    open_file,
-    read_manifest,
-    remove,
-    remove_garbage,
-    verify,
-    write,
-)
+from storage import artifacts
+from storage.artifacts import ArtifactError, Identity, write
 from storage.layout import (
+    ENTRIES_FILE,
     MANIFEST_NAME,
     STATE_FILE,
     TENSORS_FILE,
+    best_directory,
+    bests_directory,
     checkpoint_directory,
+    metrics_directory,
     parse_step,
     steps_directory,
 )
-from storage.manifest import Manifest, canonical_json
+from storage.manifest import Manifest, canonical_json, digest_file
 from storage.store import Store, StoreError
 
 if TYPE_CHECKING:  # torch takes seconds to import and most readers of a store need none
@@ -34,126 +36,289 @@ if TYPE_CHECKING:  # torch takes seconds to import and most readers of a store n
 
 logger = logging.getLogger(__name__)
 
-STAGE = "checkpoint"
-VERSION = 1
+STAGE, BEST_STAGE, METRICS_STAGE = "checkpoint", "best_weights", "metrics"
+VERSION = 2
+SEGMENT_ENTRIES = 1000
+"""Entries of the history that are stored together, once they are complete."""
+
+OnBad = Literal["stop", "older"]
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read; the message names it and the one to go on from instead."""
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read; the message names it and the ways out. Another try gives the same."""
 
 
-def save_checkpoint(
-    store: Store,
-    train_key: str,
-    *,
-    step: int,
-    tensors: Mapping[str, "torch.Tensor"],
-    state: Mapping[str, Any],
-) -> Manifest:
-    """Store the checkpoint after optimizer step `step`; a process killed on the way leaves none.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training after optimizer step `step`."""
 
-    Args:
-        store: where.
-        train_key: key of the training it belongs to.
-        step: optimizer steps done.
-        tensors: any dtypes and devices; they must not change until this returns.
-        state: the rest, as plain JSON types.
-
-    Raises:
-        ValueError: `state` is no JSON.
-        StoreError: it could not be written.
-    """
-    from safetensors.torch import save_file  # noqa: PLC0415 - it imports torch
-
-    state_json = canonical_json(dict(state), name="state")
-    with write(store, _identity(train_key, step)) as writer:
-        with writer.file(TENSORS_FILE) as path:
-            save_file(_separate(tensors), path)
-        writer.add_bytes(STATE_FILE, state_json.encode())
-        return writer.publish(rows=len(tensors), facts={"step": step})
+    step: int
+    tensors: Mapping[str, "torch.Tensor"]
+    """Any dtypes and devices; they must not change while they are saved."""
+    state: Mapping[str, Any]
+    """The rest, as plain JSON types."""
+    history: Sequence[dict[str, Any]] = ()
+    """One entry of plain JSON types for each event since the start; it only ever grows."""
+    best_step: int | None = None
+    """The step after which the weights were the best until now."""
+    best: Mapping[str, "torch.Tensor"] = field(default_factory=dict)
+    """These weights. May be left out when an earlier checkpoint with the same `best_step` was saved or loaded."""
 
 
-def list_checkpoints(store: Store, train_key: str) -> list[int]:
-    """Steps that have a manifest, ascending; whether their files are whole is not looked at."""
-    directory = steps_directory(train_key)
-    return sorted(
-        parse_step(name)
-        for name in store.directories(directory)
-        if store.size(f"{directory}/{name}/{MANIFEST_NAME}") is not None
-    )
+class Checkpoints:
+    """The checkpoints of one training in a store. For one thread at a time."""
 
+    def __init__(self, store: Store, training: Identity) -> None:
+        self._store, self._training, self._key = store, training, training.key
+        self._best: Manifest | None = None
+        self._sealed_entries = 0
 
-def latest_checkpoint(store: Store, train_key: str) -> tuple[int, Manifest] | None:
-    """The complete checkpoint of the highest step, or None.
+    def save(self, checkpoint: Checkpoint) -> Manifest:
+        """Store a checkpoint; a process killed on the way leaves none.
 
-    One that is short is set aside and passed over.
-    """
-    for step in reversed(list_checkpoints(store, train_key)):
-        manifest = read_manifest(store, checkpoint_directory(train_key, step))
-        if manifest is not None and manifest.key == _identity(train_key, step).key:
-            return step, manifest
-    return None
-
-
-def load_checkpoint(
-    store: Store, manifest: Manifest
-) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
-    """The tensors (on the CPU) and the state of a checkpoint, digests checked.
-
-    Raises:
-        CheckpointError: it is short or corrupt; training from anything else would be another run.
-    """
-    from safetensors import SafetensorError  # noqa: PLC0415 - see above
-    from safetensors.torch import load_file  # noqa: PLC0415
-
-    problems = verify(store, manifest, deep=True)
-    if problems:
-        raise CheckpointError(_unreadable(store, manifest, "; ".join(problems)))
-    try:
-        with open_file(store, manifest, STATE_FILE) as path:
-            state: dict[str, Any] = json.loads(path.read_bytes())
-        with open_file(store, manifest, TENSORS_FILE) as path:
-            tensors: dict[str, torch.Tensor] = load_file(path)  # mapped privately: writing is safe
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(_unreadable(store, manifest, str(error))) from error
-    return tensors, state
-
-
-def prune_checkpoints(
-    store: Store, train_key: str, *, keep: int = 2, protect: Iterable[int] = ()
-) -> list[int]:
-    """Delete all but the `keep` highest steps and those in `protect`; returns the deleted steps.
-
-    What killed saves left behind goes too, once it is old. A failure to delete is logged: space is
-    not worth a run.
-
-    Raises:
-        ValueError: `keep` is less than 1.
-    """
-    if keep < 1:
-        raise ValueError(
-            f"keep must be 1 or more, not {keep}: a training needs a checkpoint to go on"
+        Raises:
+            ValueError: state or history are no JSON, or the best weights were neither given nor stored before.
+            StoreError: it could not be written.
+        """
+        state_json = canonical_json(dict(checkpoint.state), name="state")
+        canonical_json(list(checkpoint.history[self._sealed_entries :]), name="history")
+        self._save_best(checkpoint)
+        self._seal(checkpoint.history)
+        tail = canonical_json(list(checkpoint.history[self._sealed_entries :]))
+        identity = Identity(
+            stage=STAGE,
+            version=VERSION,
+            settings={
+                "train_key": self._key,
+                "step": checkpoint.step,
+                "best_step": checkpoint.best_step,
+                "sealed_entries": self._sealed_entries,
+            },
+            inputs={"best": self._best.content} if self._best is not None else {},
+            directory=checkpoint_directory(self._key, checkpoint.step),
         )
-    protected = set(protect)
-    surplus = [s for s in list_checkpoints(store, train_key)[:-keep] if s not in protected]
-    try:
-        for step in surplus:
-            remove(store, checkpoint_directory(train_key, step))
-        for name in store.directories(steps_directory(train_key)):
-            remove_garbage(store, f"{steps_directory(train_key)}/{name}")
-    except StoreError as error:
-        logger.warning("old checkpoints of %s stay for now: %s", train_key, error)
-    return surplus
+        training = {
+            "version": self._training.version,
+            "settings": self._training.settings,
+            "inputs": self._training.inputs,
+        }
+        files = {STATE_FILE: f'{{"state":{state_json},"history":{tail}}}'.encode()}
+        return self._write(identity, checkpoint.tensors, files, facts={"training": training})
+
+    def steps(self) -> list[int]:
+        """Steps that have a manifest, ascending; whether their files are whole is not looked at."""
+        return self._with_manifest(steps_directory(self._key))
+
+    def load_latest(self, *, on_bad: OnBad = "stop") -> Checkpoint | None:
+        """The checkpoint of the highest step, every digest checked; None when there is none.
+
+        Args:
+            on_bad: what to do when it cannot be read: "stop", or set it aside and take the newest "older" one
+                that can.
+
+        Raises:
+            CheckpointError: it, or with "older" every one, cannot be read. Nothing is set aside then, so that the
+                next try does not start from the beginning in silence.
+        """
+        bad: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            try:
+                found = self._load(step)
+            except (ArtifactError, KeyError, ValueError) as error:
+                if step not in self.steps():  # another run pruned it meanwhile, having newer ones
+                    return self.load_latest(on_bad=on_bad)
+                bad[step] = str(error)
+                if on_bad == "stop":
+                    raise CheckpointError(self._way_out(step, bad[step])) from error
+                continue
+            for skipped, problem in bad.items():
+                path = checkpoint_directory(self._key, skipped)
+                artifacts.set_aside(self._store, path, problem=problem)
+            return found
+        if bad:
+            problems = "; ".join(f"step {step}: {problem}" for step, problem in bad.items())
+            raise CheckpointError(
+                f"none of the checkpoints in {self._store.url}/{steps_directory(self._key)} can be read "
+                f"({problems}); delete that directory to train from the start"
+            )
+        return None
+
+    def prune(self, *, keep: int) -> list[int]:
+        """Delete all but the `keep` highest steps and the best weights they name; returns the deleted steps.
+
+        What killed saves left behind goes too, once it is old. A failure to delete is logged: space
+        is not worth a run.
+
+        Raises:
+            ValueError: `keep` is less than 1.
+        """
+        if keep < 1:
+            raise ValueError(
+                f"keep must be 1 or more, not {keep}: a training needs a checkpoint to go on"
+            )
+        steps, store = self.steps(), self._store
+        try:
+            for step in steps[:-keep]:
+                artifacts.remove(store, checkpoint_directory(self._key, step))
+            self._prune_bests(steps[-keep:])
+            for directory in (steps_directory(self._key), bests_directory(self._key)):
+                for name in store.directories(directory):
+                    artifacts.remove_garbage(store, f"{directory}/{name}")
+        except (StoreError, ArtifactError) as error:
+            logger.warning("old checkpoints of %s stay for now: %s", self._key, error)
+        return steps[:-keep]
+
+    def _prune_bests(self, kept: Sequence[int]) -> None:
+        manifests = [
+            artifacts.peek(self._store, checkpoint_directory(self._key, step)) for step in kept
+        ]
+        wanted = {manifest.settings["best_step"] for manifest in manifests}
+        for step in self._with_manifest(bests_directory(self._key)):
+            if step not in wanted:
+                artifacts.remove(self._store, best_directory(self._key, step))
+
+    def _save_best(self, checkpoint: Checkpoint) -> None:
+        step = checkpoint.best_step
+        if step is None:
+            self._best = None
+        elif self._best is None or self._best.settings["step"] != step:
+            if not checkpoint.best:
+                raise ValueError(
+                    f"the best weights, of step {step}, were neither stored before nor given; hand them over"
+                )
+            identity = Identity(
+                stage=BEST_STAGE,
+                version=VERSION,
+                settings={"train_key": self._key, "step": step},
+                inputs={},
+                directory=best_directory(self._key, step),
+            )
+            self._best = self._write(identity, checkpoint.best, {})
+
+    def _seal(self, history: Sequence[dict[str, Any]]) -> None:
+        """Store the segments of the history that have become complete."""
+        while len(history) >= (stop := self._sealed_entries + SEGMENT_ENTRIES):
+            start = self._sealed_entries
+            identity = Identity(
+                stage=METRICS_STAGE,
+                version=VERSION,
+                settings={"train_key": self._key, "start": start, "stop": stop},
+                inputs={},
+                directory=metrics_directory(self._key, start, stop),
+            )
+            entries = canonical_json(list(history[start:stop])).encode()
+            self._write(identity, {}, {ENTRIES_FILE: entries}, rows=SEGMENT_ENTRIES)
+            self._sealed_entries = stop
+
+    def _write(
+        self,
+        identity: Identity,
+        tensors: Mapping[str, "torch.Tensor"],
+        files: Mapping[str, bytes],
+        *,
+        rows: int | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> Manifest:
+        """Publish an artifact; the files of one that it replaces go at once: they may be large."""
+        from safetensors.torch import save_file  # noqa: PLC0415 - it imports torch
+
+        replaced = self._attempts(identity.path)
+        with write(self._store, identity) as writer:
+            if tensors:
+                with writer.file(TENSORS_FILE) as path:
+                    save_file(_separate(tensors), path)
+            for name, content in files.items():
+                writer.add_bytes(name, content)
+            rows = len(tensors) if rows is None else rows
+            manifest = writer.publish(rows=rows, facts=facts)
+        for attempt in replaced:
+            self._store.delete(f"{identity.path}/{attempt}")
+        return manifest
+
+    def _attempts(self, path: str) -> set[str]:
+        """Where the files of the artifact at `path` lie, if there is one."""
+        try:
+            found = artifacts.peek(self._store, path)
+        except ArtifactError:
+            return set()
+        return {entry.path.split("/", 1)[0] for entry in found.files.values()}
+
+    def _load(self, step: int) -> Checkpoint:
+        """Read a checkpoint and what it shares; any ValueError, KeyError, ... says why it cannot be."""
+        store, path = self._store, checkpoint_directory(self._key, step)
+        manifest = artifacts.peek(store, path)
+        if (manifest.stage, manifest.version) != (STAGE, VERSION):
+            raise ValueError(
+                f"it is of format {manifest.version}, this version of Outrider reads {VERSION}"
+            )
+        best_step, sealed = manifest.settings["best_step"], manifest.settings["sealed_entries"]
+        best, best_weights = None, {}
+        if best_step is not None:
+            best = artifacts.peek(store, best_directory(self._key, best_step))
+            if best.content != manifest.inputs["best"]:
+                raise ValueError(
+                    f"{best.path} does not hold the best weights that it was saved with"
+                )
+            best_weights = _read_tensors(store, best)
+        history: list[dict[str, Any]] = []
+        for start in range(0, sealed, SEGMENT_ENTRIES):
+            segment = metrics_directory(self._key, start, start + SEGMENT_ENTRIES)
+            history += _read_json(store, artifacts.peek(store, segment), ENTRIES_FILE)
+        content = _read_json(store, manifest, STATE_FILE)
+        tensors = _read_tensors(store, manifest)
+        self._best, self._sealed_entries = best, sealed
+        history += content["history"]
+        return Checkpoint(step, tensors, content["state"], history, best_step, best_weights)
+
+    def _with_manifest(self, directory: str) -> list[int]:
+        return sorted(
+            parse_step(name)
+            for name in self._store.directories(directory)
+            if self._store.size(f"{directory}/{name}/{MANIFEST_NAME}") is not None
+        )
+
+    def _way_out(self, step: int, problem: str) -> str:
+        path = f"{self._store.url}/{checkpoint_directory(self._key, step)}"
+        older = [found for found in self.steps() if found < step]
+        if older:
+            instead = f"set train.on_bad_checkpoint to older to go on from step {older[-1]}"
+        else:
+            instead = "there is no older one: delete it to train from the start"
+        return f"the checkpoint {path} cannot be read ({problem}); {instead}"
 
 
-def _identity(train_key: str, step: int) -> Identity:
-    return Identity(
-        stage=STAGE,
-        version=VERSION,
-        settings={"train_key": train_key, "step": step},
-        inputs={},
-        directory=checkpoint_directory(train_key, step),
-    )
+@contextmanager
+def _checked_file(store: Store, manifest: Manifest, name: str) -> Iterator[Path]:
+    """A local path with a file of an artifact; ValueError when its bytes are not those that were published."""
+    entry = manifest.files[name]
+    place = f"{manifest.path}/{entry.path}"
+    with ExitStack() as stack:
+        try:
+            path = stack.enter_context(store.reading(place))
+        except FileNotFoundError as error:
+            raise ValueError(f"{place} is missing") from error
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise ValueError(f"{place} has {size} bytes, its manifest says {entry.bytes}")
+        digest = digest_file(path)
+        if digest != entry.xxh3:
+            raise ValueError(f"{place} has the digest {digest}, its manifest says {entry.xxh3}")
+        yield path
+
+
+def _read_tensors(store: Store, manifest: Manifest) -> dict[str, "torch.Tensor"]:
+    from safetensors.torch import load_file  # noqa: PLC0415 - see above
+
+    if TENSORS_FILE not in manifest.files:
+        return {}
+    with _checked_file(store, manifest, TENSORS_FILE) as path:
+        tensors: dict[str, torch.Tensor] = load_file(path)  # mapped privately: writing is safe
+    return tensors
+
+
+def _read_json(store: Store, manifest: Manifest, name: str) -> Any:
+    with _checked_file(store, manifest, name) as path:
+        return json.loads(path.read_bytes())
 
 
 def _separate(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
@@ -166,13 +331,3 @@ def _separate(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"
         separate[name] = plain.clone() if place in seen else plain
         seen.add(place)
     return separate
-
-
-def _unreadable(store: Store, manifest: Manifest, reason: str) -> str:
-    train_key, step = str(manifest.settings["train_key"]), int(manifest.settings["step"])
-    older = [found for found in list_checkpoints(store, train_key) if found < step]
-    if older:
-        instead = f"delete it to go on from {checkpoint_directory(train_key, older[-1])}"
-    else:
-        instead = "there is no older one: delete it to train from the start"
-    return f"the checkpoint {store.url}/{manifest.path} cannot be read ({reason}); {instead}"

@@ -4,6 +4,8 @@
 <stage>/<key>/attempt-<time>-<random>/<file>     its files
 states/<capture key>/<shard key>/...             captured shards, one artifact each
 checkpoints/<train key>/steps/step-<n>/...       training checkpoints, one artifact each
+checkpoints/<train key>/best/step-<n>/...        best weights, which many checkpoints share
+checkpoints/<train key>/metrics/entries-<a>-<b>/ metrics [a, b) of the past, which all later ones share
 drafts/<verifier>/current.json                   which draft is in service
 run_records/<run>.json                           what each run did
 """
@@ -47,6 +49,7 @@ METRICS_TABLE = "metrics.parquet"
 EVALUATION_TABLE = "evaluation.parquet"
 TENSORS_FILE = "tensors.safetensors"
 STATE_FILE = "state.json"
+ENTRIES_FILE = "entries.json"
 
 STAGE_DIRECTORIES = (
     VERIFIER, CONVERSATIONS, REGENERATED, SAMPLES, STATES, SPLIT, VOCAB_MAP, CHECKPOINTS,
@@ -78,6 +81,21 @@ def checkpoint_directory(train_key: str, step: int) -> str:
     if step < 0:
         raise ValueError(f"a training step is 0 or more, not {step}")
     return f"{steps_directory(train_key)}/step-{step:09d}"
+
+
+def bests_directory(train_key: str) -> str:
+    """Where the best weights of one training lie."""
+    return f"{CHECKPOINTS}/{_part(train_key)}/best"
+
+
+def best_directory(train_key: str, step: int) -> str:
+    """Where the weights after optimizer step `step` lie, which were the best until then."""
+    return f"{bests_directory(train_key)}/step-{step:09d}"
+
+
+def metrics_directory(train_key: str, start: int, stop: int) -> str:
+    """Where the entries [start, stop) of a training's metrics lie."""
+    return f"{CHECKPOINTS}/{_part(train_key)}/metrics/entries-{start:09d}-{stop:09d}"
 
 
 def parse_step(name: str) -> int:

@@ -1,29 +1,36 @@
-"""The training loop: order, optimizer, schedule, validation, guard, and a state that resumes bit-equal.
+"""The training loop: order, optimizer, schedule, validation, guard.
 
-P = trainable parameters of the draft. The loop knows no storage: it hands its complete state to `on_checkpoint` and
-takes it back in `resume`.
+The loop knows no storage: it hands its complete state to `on_checkpoint` and takes it back in `resume`.
 """
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tasks.eagle3.batch_feed import BatchFeed, ReadyBatch
 from tasks.eagle3.batches import PackedBatch, TrainingSample, plan_batches
+from tasks.eagle3.checkpoint_writer import CheckpointWriter, HostCopies
 from tasks.eagle3.draft import Eagle3DraftModel, trainable_parameters
+from tasks.eagle3.figures import Figures, history_entry, means
 from tasks.eagle3.head_transform import PLAIN, HeadTransform
 from tasks.eagle3.step_plan import StepPlan
 from tasks.eagle3.training_settings import TrainSettings
+from tasks.eagle3.training_state import (
+    BEST,
+    Position,
+    TrainingState,
+    collect_tensors,
+    named,
+    restore_tensors,
+)
 from tasks.eagle3.training_step import (
     Precision,
     StepResult,
-    expected_acceptance_length,
     frozen_heads,
     plan_batch,
     training_forward,
@@ -33,29 +40,7 @@ LAG = 2
 """Steps that a GPU may be behind before their figures are waited for."""
 
 
-class TrainingDivergedError(ValueError):
-    """More steps than allowed had a loss or gradient that is no finite number; another try gives the same."""
-
-
-@dataclass
-class Position:
-    """Where a training is, besides its tensors; JSON in a checkpoint."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    """Batches of this epoch that are done."""
-    nonfinite_steps: int = 0
-    best_epoch: int = -1
-    best_score: float | None = None
-    finished: bool = False
-    tokens: int = 0
-    """Tokens trained on so far."""
-    history: list[dict[str, float | None]] = field(default_factory=list)
-    """One entry for each step and each validation, in order; a value that is no number is None."""
-
-
-OnCheckpoint = Callable[[Position, dict[str, Tensor]], None]
+OnCheckpoint = Callable[[TrainingState], None]
 OnStep = Callable[[int, int, str], None]
 
 
@@ -82,10 +67,13 @@ class Training:
         self.parameters = trainable_parameters(draft)
         self._device = next(iter(self.parameters.values())).device
         self._feed = BatchFeed(train, self._device, self._plan)
-        self._unread: deque[_Figures] = deque()
+        self._unread: deque[Figures] = deque()
         self._optimizer = self._make_optimizer()
         self._initial = {name: _fingerprint(value) for name, value in self.parameters.items()}
-        self._best = {name: value.detach().clone() for name, value in self.parameters.items()}
+        self._best: dict[str, Tensor] = {}
+        self._stored_best_step: int | None = None
+        self._copies = HostCopies(self._device)
+        self._checkpoint_due = 0.0
         self.position = Position()
         self._steps_of_epoch = [len(self._batches(epoch)) for epoch in range(settings.epochs)]
         self.total_steps = sum(self._steps_of_epoch)
@@ -93,25 +81,29 @@ class Training:
     def run(self, *, on_checkpoint: OnCheckpoint, on_step: OnStep) -> dict[str, Tensor]:
         """Train from the current position to the end; returns the best weights by name.
 
-        `on_checkpoint(position, tensors)` is called every `checkpoint_seconds` and, unless turned off, each epoch;
-        `on_step(steps done, total steps, note)` after every step.
+        `on_checkpoint(state)` is called in a thread every `checkpoint_seconds` and, unless turned off, for each epoch,
+        later or left out while the one before is still being written; what it raises ends the training. Its tensors
+        are copies of the host that are its own until it returns.
+        `on_step(steps done, total steps, note)` is called after every step.
         Raises TrainingDivergedError past the budget of non-finite steps.
         """
-        saved = time.monotonic()
-        while not self.position.finished:
-            for ready in self._feed.batches(self._remaining_batches()):
-                self._step(ready)
-                self._read_figures(but=LAG if self._device.type == "cuda" else 0)
-                on_step(self.position.step, self.total_steps, self._note())
-                if time.monotonic() - saved >= self._settings.checkpoint_seconds:
-                    self._read_figures(but=0)
-                    on_checkpoint(self.position, self.state())
-                    saved = time.monotonic()
-            self._read_figures(but=0)
-            self._end_epoch()
-            if self._settings.epoch_checkpoints:
-                on_checkpoint(self.position, self.state())
-                saved = time.monotonic()
+        allowed = self._settings.max_nonfinite_steps
+
+        def write(state: TrainingState) -> None:
+            state.settle(max_nonfinite_steps=allowed)
+            on_checkpoint(state)
+
+        self._checkpoint_due = time.monotonic() + self._settings.checkpoint_seconds
+        with CheckpointWriter(write, self._copies) as writer:
+            while not self.position.finished:
+                for ready in self._feed.batches(self._remaining_batches()):
+                    self._step(ready)
+                    self._read_figures(but=LAG if self._device.type == "cuda" else 0)
+                    on_step(self.position.step, self.total_steps, self._note())
+                    self._offer_checkpoint(writer)
+                self._read_figures(but=0)
+                self._end_epoch()
+                self._checkpoint_epoch(writer)
         return self._best
 
     @property
@@ -119,42 +111,21 @@ class Training:
         """Time spent waiting for batches so far."""
         return self._feed.waited_seconds
 
-    def state(self) -> dict[str, Tensor]:
-        """Return all tensors that the training is made of: weights, best weights, moments, RNG state."""
-        tensors = {"rng": torch.get_rng_state()}
-        for name, value in self.parameters.items():
-            tensors[f"weights/{name}"] = value.detach()
-            tensors[f"best/{name}"] = self._best[name]
-            moments = self._optimizer.state.get(value, {})
-            for key, moment in moments.items():
-                tensors[f"optimizer/{key}/{name}"] = torch.as_tensor(moment)
-        return tensors
+    def state(self) -> TrainingState:
+        """Return all that the training is made of now; the tensors are no copies."""
+        position = self.position
+        tensors = collect_tensors(self.parameters, self._optimizer.state)
+        if position.best_step not in {None, position.step, self._stored_best_step}:
+            tensors |= {f"{BEST}{name}": value for name, value in self._best.items()}
+        return TrainingState.of(position, tensors, self._unread)
 
-    def resume(self, position: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def resume(self, state: TrainingState) -> None:
         """Go on from a checkpoint; ValueError when it is of another draft."""
-        wanted = {f"weights/{name}" for name in self.parameters}
-        present = {name for name in tensors if name.startswith("weights/")}
-        if wanted != present:
-            raise ValueError(
-                f"the checkpoint holds other weights than the draft: {sorted(wanted ^ present)[:4]}; "
-                "it belongs to another draft"
-            )
-        self.position = Position(**position)
-        torch.set_rng_state(tensors["rng"])
-        with torch.no_grad():
-            for name, value in self.parameters.items():
-                value.copy_(tensors[f"weights/{name}"])
-                self._best[name] = tensors[f"best/{name}"].to(self._device).clone()
-                prefix = "optimizer/"
-                moments = {
-                    key.removeprefix(prefix).split("/", 1)[0]: moment
-                    for key, moment in tensors.items()
-                    if key.startswith(prefix) and key.split("/", 2)[2] == name
-                }
-                if moments:
-                    self._optimizer.state[value] = {
-                        key: moment.to(self._device).clone() for key, moment in moments.items()
-                    }
+        restore_tensors(state.tensors, self.parameters, self._optimizer.state)
+        self.position = state.position
+        best = named(state.tensors, BEST)
+        self._best = {name: value.to(self._device, copy=True) for name, value in best.items()}
+        self._stored_best_step = state.position.best_step
 
     def unmoved(self) -> list[str]:
         """Return the trainable tensors that training has left exactly as they were at the start."""
@@ -232,13 +203,14 @@ class Training:
         result = self._forward(ready)
         result.loss.backward()  # type: ignore[no-untyped-call]
         loss = result.loss.detach()
+        self._copies.before_change()
         norm = self._update(loss)
         self._optimizer.zero_grad(set_to_none=True)
         position.step += 1
         position.tokens += len(ready.batch)
         position.batch += 1
         self._unread.append(
-            _Figures.of(
+            Figures.of(
                 {"loss": loss, "gradient_norm": norm, **result.metrics},
                 place={"step": position.step, "epoch": position.epoch},
                 known={"lr": rate, "tokens": len(ready.batch)},
@@ -265,32 +237,28 @@ class Training:
 
     def _read_figures(self, *, but: int) -> None:
         """Write down what the steps gave, all but the last ones, which a GPU may still be busy with."""
-        while len(self._unread) > but:
-            figures = self._unread.popleft()
-            values = figures.read()
-            loss, gradient = values.pop("loss"), values.pop("gradient_norm")
-            if not (math.isfinite(loss) and math.isfinite(gradient)):
-                self._count_nonfinite(figures.place["step"], loss, gradient)
-            entry = {**figures.known, "gradient_norm": gradient, **means(values), "loss": loss}
-            self._note_down(entry, validation=0, place=figures.place)
-
-    def _note_down(
-        self, entry: dict[str, float], *, validation: int, place: dict[str, int]
-    ) -> None:
-        """Add an entry to the history; a checkpoint's JSON holds no NaN."""
-        finite = {name: v if math.isfinite(v) else None for name, v in entry.items()}
-        self.position.history.append({**place, "validation": validation, **finite})
-
-    def _count_nonfinite(self, step: int, loss: float, gradient: float) -> None:
-        """A step that is no number is never taken: it is counted, and too many end the training."""
-        self.position.nonfinite_steps += 1
         allowed = self._settings.max_nonfinite_steps
-        if self.position.nonfinite_steps > allowed:
-            raise TrainingDivergedError(
-                f"step {step}: loss {loss}, gradient norm {gradient}; "
-                f"{self.position.nonfinite_steps} such steps, more than train.max_nonfinite_steps {allowed}; "
-                "lower train.lr or look at the captured states"
-            )
+        while len(self._unread) > but:
+            self.position.note_step(self._unread.popleft(), max_nonfinite_steps=allowed)
+
+    def _offer_checkpoint(self, writer: CheckpointWriter) -> None:
+        """Begin a checkpoint when one is due and the one before is written."""
+        idle = (
+            writer.is_idle()
+        )  # asked at every step: an error of the writer ends the training here
+        if idle and time.monotonic() >= self._checkpoint_due and writer.offer(self.state):
+            self._stored_best_step = self.position.best_step
+            self._checkpoint_due = time.monotonic() + self._settings.checkpoint_seconds
+
+    def _checkpoint_epoch(self, writer: CheckpointWriter) -> None:
+        """Begin the checkpoint of an epoch's end, as soon as may be; the last one is waited for."""
+        if not self._settings.epoch_checkpoints:
+            return
+        if self.position.finished:
+            writer.write_now(self.state)
+        else:
+            self._checkpoint_due = time.monotonic()
+            self._offer_checkpoint(writer)
 
     def _end_epoch(self) -> None:
         position = self.position
@@ -299,15 +267,25 @@ class Training:
             metrics = self.validate()
             score = metrics["acceptance_length"]
             place = {"step": position.step, "epoch": position.epoch}
-            self._note_down(metrics, validation=1, place=place)
+            position.history.append(history_entry(metrics, validation=1, place=place))
         if position.best_score is None or score > position.best_score:
             position.best_score, position.best_epoch = score, position.epoch
-            self._best = {name: value.detach().clone() for name, value in self.parameters.items()}
+            position.best_step = position.step
+            self._keep_best()
         patience = self._settings.early_stop_epochs
         stale = position.epoch - position.best_epoch
         position.epoch += 1
         position.batch = 0
         position.finished = position.epoch == self._settings.epochs or 0 < patience <= stale
+
+    @torch.no_grad()
+    def _keep_best(self) -> None:
+        self._copies.before_change()
+        for name, value in self.parameters.items():
+            if name in self._best:
+                self._best[name].copy_(value)
+            else:
+                self._best[name] = value.detach().clone()
 
     def _note(self) -> str:
         if not self.position.history:
@@ -326,44 +304,6 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     wide = {"dtype": torch.float64}
     kept = tensor.detach()
     return torch.stack([kept.sum(**wide), torch.linalg.vector_norm(kept, **wide)])
-
-
-@dataclass(frozen=True)
-class _Figures:
-    """What one step gave, on its way from the device."""
-
-    names: tuple[str, ...]
-    values: Tensor
-    arrived: Any
-    place: dict[str, int]
-    known: dict[str, float]
-
-    @classmethod
-    def of(
-        cls, values: dict[str, Tensor], *, place: dict[str, int], known: dict[str, float]
-    ) -> Self:
-        """Start the copy to the host."""
-        stacked = torch.stack([value.detach().double() for value in values.values()])
-        copied, arrived = stacked, None
-        if stacked.is_cuda:
-            copied = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-            copied.copy_(stacked, non_blocking=True)
-            arrived = torch.cuda.current_stream(stacked.device).record_event()
-        return cls(tuple(values), copied, arrived, place, known)
-
-    def read(self) -> dict[str, float]:
-        """Wait for the copy, if there is one."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return dict(zip(self.names, self.values.tolist(), strict=True))
-
-
-def means(sums: dict[str, float]) -> dict[str, float]:
-    """Turn summed `<name>_sum` and `<name>_total` metrics into means, with the expected acceptance length."""
-    names = {name.removesuffix("_sum") for name in sums if name.endswith("_sum")}
-    result = {name: sums[f"{name}_sum"] / max(sums[f"{name}_total"], 1.0) for name in sorted(names)}
-    result["acceptance_length"] = expected_acceptance_length(sums)
-    return result
 
 
 def learning_rate(step: int, total_steps: int, settings: TrainSettings) -> float:

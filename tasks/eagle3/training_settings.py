@@ -11,7 +11,13 @@ class TrainSettings(StageSettings):
     """How the draft is trained."""
 
     resources: ClassVar[frozenset[str]] = frozenset(
-        {"device", "checkpoint_seconds", "epoch_checkpoints", "keep_checkpoints"}
+        {
+            "device",
+            "checkpoint_seconds",
+            "epoch_checkpoints",
+            "keep_checkpoints",
+            "on_bad_checkpoint",
+        }
     )
 
     epochs: PositiveInt = Field(default=3, le=10_000)
@@ -49,8 +55,10 @@ class TrainSettings(StageSettings):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto, cpu or cuda."""
     checkpoint_seconds: PositiveFloat = 60.0
-    """Time between checkpoints."""
+    """Time between checkpoints; more where writing one takes longer, for only one is written at a time."""
     epoch_checkpoints: bool = True
     """Whether the end of every epoch is a checkpoint besides; turn off for epochs of seconds."""
     keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints that are kept while training."""
+    """Newest checkpoints that are kept while training, and the best weights besides."""
+    on_bad_checkpoint: Literal["stop", "older"] = "stop"
+    """When the newest checkpoint cannot be read (cut off, a flipped bit): stop, or go on from an older one."""

@@ -2,26 +2,23 @@
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from storage import artifacts
 from storage.artifacts import Identity
-from storage.checkpoints import (
-    latest_checkpoint,
-    load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from storage.checkpoints import Checkpoint, Checkpoints
 from storage.layout import DRAFT_FILE, METRICS_TABLE
+from storage.related_trainings import related_trainings
 from storage.store import Store
 from storage.tables import write_metrics
 from tasks.child import ProgressCallback
-from tasks.eagle3.training import Position, Training
+from tasks.eagle3.training import Training
 from tasks.eagle3.training_settings import TrainSettings
+from tasks.eagle3.training_state import Position, TrainingState
 from tasks.jobs.drafts import make_draft
 from tasks.jobs.models import resolve_device
 from tasks.jobs.samples import open_samples
@@ -37,7 +34,10 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     device = resolve_device(settings.device)
     draft = make_draft(store, request["draft_parts"], seed=settings.seed, device=device)
     verifier = artifacts.require(store, request["draft_parts"]["verifier"])
-    checkpoint = latest_checkpoint(store, wanted.key)
+    checkpoints = Checkpoints(store, wanted)
+    checkpoint = checkpoints.load_latest(on_bad=settings.on_bad_checkpoint)
+    if checkpoint is None:
+        _explain_new_start(store, wanted)
     with ExitStack() as stack:
         sides = open_samples(stack, store, request, max_tokens=settings.max_tokens)
         training = Training(
@@ -51,21 +51,17 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
             transform=open_facts(store, verifier).transform,
         )
         if checkpoint is not None:
-            tensors, state = load_checkpoint(store, checkpoint[1])
-            training.resume(state["position"], tensors)
+            training.resume(_to_state(checkpoint))
         _summarize(training, sides, resumed=checkpoint is not None, precision=settings.precision)
+        del checkpoint  # its tensors are the training's now
         started, first_step = time.monotonic(), training.position.step
-
-        def save(position: Position, tensors: dict[str, Tensor]) -> None:
-            state = {"position": vars(position)}
-            save_checkpoint(store, wanted.key, step=position.step, tensors=tensors, state=state)
-            prune_checkpoints(store, wanted.key, keep=settings.keep_checkpoints)
 
         def show(step: int, total: int, note: str) -> None:
             progress(
                 {"stage": "train", "done": step, "total": total, "unit": "steps", "note": note}
             )
 
+        save = checkpoint_saver(checkpoints, keep=settings.keep_checkpoints)
         best = training.run(on_checkpoint=save, on_step=show)
         seconds = time.monotonic() - started
     position = training.position
@@ -92,8 +88,50 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         with writer.file(METRICS_TABLE) as path:
             write_metrics(path, position.history)
         writer.publish(rows=position.step, facts=facts)
-    prune_checkpoints(store, wanted.key, keep=1)
+    checkpoints.prune(keep=1)
     return {}
+
+
+def checkpoint_saver(checkpoints: Checkpoints, *, keep: int) -> Callable[[TrainingState], None]:
+    """Return what stores a state of the training and then lets go of older ones."""
+
+    def save(state: TrainingState) -> None:
+        own, best = state.parts()
+        checkpoints.save(
+            Checkpoint(
+                step=state.position.step,
+                tensors=own,
+                state={"position": state.facts()},
+                history=state.position.history,
+                best_step=state.position.best_step,
+                best=best,
+            )
+        )
+        checkpoints.prune(keep=keep)
+
+    return save
+
+
+def _to_state(checkpoint: Checkpoint) -> TrainingState:
+    position = Position(**checkpoint.state["position"], history=list(checkpoint.history))
+    return TrainingState.from_parts(position, checkpoint.tensors, checkpoint.best)
+
+
+def _explain_new_start(store: Store, wanted: Identity) -> None:
+    """Say so when there are checkpoints of a training that other settings of `train` alone set apart."""
+    related = related_trainings(store, wanted, group="train")
+    if related:
+        nearest = related[0]
+        changes = ", ".join(
+            f"train.{name} {here} (there {there})"
+            for name, (there, here) in nearest.differences.items()
+        )
+        logger.info(
+            "training starts anew: it differs from the one in %s (step %d) in %s; the checkpoints there stay",
+            nearest.directory,
+            nearest.step,
+            changes,
+        )
 
 
 def _summarize(training: Training, sides: dict[str, Any], *, resumed: bool, precision: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tasks.eagle3.batches import TrainingSample
-from tasks.eagle3.training import Position, Training, TrainingDivergedError, learning_rate
+from tasks.eagle3.training import Training, learning_rate
 from tasks.eagle3.training_settings import TrainSettings
+from tasks.eagle3.training_state import Position, TrainingDivergedError, TrainingState
 from tests.tasks.eagle3.draft_cases import HIDDEN, VOCAB, make_draft
 
 LENGTHS = (9, 14, 30, 12, 7, 22, 18, 11)
@@ -34,49 +36,103 @@ def make_training(
     *,
     train: list[TrainingSample] | None = None,
     val: list[TrainingSample] | None = None,
+    device: str = "cpu",
     **changes: Any,
 ) -> Training:
     settings = {"epochs": 3, "lr": 1e-2, "tokens_per_batch": 40, "ttt_steps": 2, **changes}
     train = make_samples(seed=1) if train is None else train
     val = make_samples(seed=2, lengths=(10, 15)) if val is None else val
     return Training(
-        make_draft(),
+        make_draft().to(device),
         train,
         val,
-        settings=TrainSettings(checkpoint_seconds=1e-9, **settings),
+        settings=TrainSettings(**settings),
         precision="fp32",
         train_lengths=[len(s.input_ids) for s in train],
         val_lengths=[len(s.input_ids) for s in val],
     )
 
 
-def run(
-    training: Training,
-) -> tuple[dict[str, Tensor], list[tuple[dict[str, Any], dict[str, Tensor]]]]:
-    """The best weights, and every checkpoint as it would lie on disk."""
-    checkpoints: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
+class Recorder:
+    """Every state of a training: after each step, and as it is checkpointed after each epoch.
 
-    def keep(position: Position, tensors: dict[str, Tensor]) -> None:
-        copies = {name: value.clone() for name, value in tensors.items()}
-        checkpoints.append((json.loads(json.dumps(asdict(position), allow_nan=False)), copies))
+    Keeps them as a store would: JSON, copies, and best weights once, by their step.
+    """
 
-    best = training.run(on_checkpoint=keep, on_step=lambda *_: None)
-    return best, checkpoints
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.states: list[tuple[str, dict[str, Tensor]]] = []
+        self.bests: dict[int, dict[str, Tensor]] = {}
+        self.first_epoch, self.written = training.position.epoch, 0
+
+    def keep(self, state: TrainingState) -> None:
+        own, best = ({n: t.clone() for n, t in part.items()} for part in state.parts())
+        if state.position.best_step is not None and best:
+            self.bests.setdefault(state.position.best_step, best)
+        position = {**state.facts(), "history": state.position.history}
+        self.states.append((json.dumps(position, allow_nan=False), own))
+
+    def write(self, state: TrainingState) -> None:
+        self.keep(state)
+        self.written += 1
+
+    def on_step(self, *_: Any) -> None:
+        epochs = self.training.position.epoch - self.first_epoch
+        while self.written < epochs:  # the epoch's checkpoint comes before the next step's state
+            time.sleep(1e-3)
+        self.keep(self.training.state())
+
+    def run(self) -> dict[str, Tensor]:
+        return self.training.run(on_checkpoint=self.write, on_step=self.on_step)
+
+    def read(self, index: int) -> TrainingState:
+        text, own = self.states[index]
+        position = Position(**json.loads(text))
+        best = self.bests[position.best_step] if position.best_step is not None else {}
+        return TrainingState.from_parts(position, own, best)
 
 
-def test_a_training_resumed_from_any_checkpoint_ends_with_the_same_bits() -> None:
+def run(training: Training) -> dict[str, Tensor]:
+    """Train to the end; the best weights."""
+    return training.run(on_checkpoint=lambda _: None, on_step=lambda *_: None)
+
+
+def test_a_training_resumed_from_any_state_ends_with_the_same_bits() -> None:
     whole = make_training()
-    best, checkpoints = run(whole)
-    assert len(checkpoints) == whole.total_steps + 3  # each step, and the end of each epoch
-    for position, tensors in checkpoints[:-1]:
+    recorder = Recorder(whole)
+    best = recorder.run()
+    assert len(recorder.states) == whole.total_steps + 3  # each step, and the end of each epoch
+    for index in range(len(recorder.states) - 1):
         torch.manual_seed(99)  # another process has another random state
         resumed = make_training()
-        resumed.resume(position, tensors)
-        best_again, _ = run(resumed)
+        resumed.resume(recorder.read(index))
+        step = resumed.position.step
+        best_again = Recorder(resumed).run()
         assert best_again.keys() == best.keys()
         for name, value in best.items():
-            assert torch.equal(value, best_again[name]), f"{name} from step {position['step']}"
+            assert torch.equal(value, best_again[name]), f"{name} from step {step}"
         assert asdict(resumed.position) == asdict(whole.position)
+
+
+def test_a_checkpoint_holds_weights_and_moments_and_the_best_weights_only_once() -> None:
+    training = make_training()
+    trainable = sum(value.numel() for value in training.parameters.values())
+    recorder = Recorder(training)
+    recorder.run()
+    each, at_best = [], 0
+    for text, own in recorder.states:
+        position = json.loads(text)
+        values = {
+            name: t for name, t in own.items() if t.numel() > 1 and not name.startswith("rng/")
+        }
+        is_best = position["best_step"] == position["step"]
+        at_best += is_best
+        assert all(t.dtype == torch.float32 for t in values.values())
+        # Adam's two moments, and the weights unless they are the best ones
+        assert sum(t.numel() for t in values.values()) == (2 if is_best else 3) * trainable
+        each.append(position["best_step"])
+    assert at_best == len(recorder.bests)
+    assert set(recorder.bests) == set(each) - {None}
 
 
 def test_validation_changes_nothing() -> None:
@@ -88,9 +144,9 @@ def test_validation_changes_nothing() -> None:
 
 
 def test_two_trainings_of_one_seed_are_equal_and_of_two_seeds_are_not() -> None:
-    first, _ = run(make_training())
-    second, _ = run(make_training())
-    third, _ = run(make_training(seed=1))
+    first = run(make_training())
+    second = run(make_training())
+    third = run(make_training(seed=1))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     assert not all(torch.equal(value, third[name]) for name, value in first.items())
 
@@ -103,13 +159,17 @@ def test_every_trainable_tensor_moves() -> None:
 
 def test_the_best_epoch_is_kept_not_the_last() -> None:
     training = make_training(epochs=6, lr=3e-1)  # so high that later epochs get worse
-    best, checkpoints = run(training)
+    recorder = Recorder(training)
+    best = recorder.run()
     scores = [r["acceptance_length"] for r in training.position.history if r["validation"]]
     at = scores.index(max(scores))  # the first of equal ones
     assert training.position.best_epoch == at
-    ends = [tensors for position, tensors in checkpoints if position["batch"] == 0]
-    for name, value in best.items():
-        assert torch.equal(value, ends[at][f"weights/{name}"]), name
+    losses = [r["loss"] for r in training.position.history if r["validation"]]
+    assert losses.index(min(losses)) != at  # the expected acceptance length counts, not the loss
+    ends = [i for i, (text, _) in enumerate(recorder.states) if json.loads(text)["batch"] == 0]
+    for name, value in recorder.read(ends[at]).tensors.items():
+        if name.startswith("weights/"):
+            assert torch.equal(value, best[name.removeprefix("weights/")]), name
 
 
 def test_training_stops_early_when_validation_does_not_improve() -> None:
@@ -138,12 +198,15 @@ def test_too_many_nonfinite_steps_end_the_training_with_the_way_out() -> None:
 
 
 def test_a_checkpoint_of_another_draft_is_refused() -> None:
-    training = make_training()
-    _, checkpoints = run(training)
-    position, tensors = checkpoints[0]
-    del tensors["weights/fc.weight"]
-    with pytest.raises(ValueError, match="another draft"):
-        make_training().resume(position, tensors)
+    recorder = Recorder(make_training(epochs=1))
+    recorder.run()
+    for change in ("missing", "of another shape"):
+        state = recorder.read(0)
+        weight = state.tensors.pop("weights/fc.weight")
+        if change == "of another shape":
+            state.tensors["weights/fc.weight"] = weight[:, 1:]
+        with pytest.raises(ValueError, match=r"'fc\.weight'.*another draft"):
+            make_training().resume(state)
 
 
 @pytest.mark.parametrize(

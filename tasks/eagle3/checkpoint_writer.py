@@ -1,0 +1,131 @@
+"""Checkpoints behind the compute: copied off the device in a stream of its own, written in a thread.
+
+The host waits for neither. The device waits where it would change what is still being copied, so no longer than the
+copy takes. At most one checkpoint is under way, and memory is that of one copy of the state.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tasks.eagle3.training_state import TrainingState
+
+
+class HostCopies:
+    """One copy of named tensors in the host's memory, filled again and again; page-locked for a GPU's copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = device.type == "cuda"
+        self._device = device
+        make_stream: Any = torch.cuda.Stream
+        self._stream = make_stream(device) if self.pinned else None
+        self._copied: Any = None
+        self._memory: dict[str, Tensor] = {}
+
+    def has_room(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether there is memory for all of them."""
+        return tensors.keys() <= self._memory.keys()
+
+    def make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """Get memory for all of them; page-locking it takes long."""
+        # called in a thread, which would page-lock for the first GPU, whichever is trained on
+        with torch.cuda.device(self._device) if self.pinned else nullcontext():
+            for name in tensors.keys() - self._memory.keys():
+                shape, dtype = tensors[name].shape, tensors[name].dtype
+                self._memory[name] = torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
+
+    def start(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        """Begin to copy; returns the copies and the event after which they are complete (None: they are)."""
+        copies = {name: self._memory[name] for name in tensors}
+        if self._stream is None:
+            for name, copy in copies.items():
+                copy.copy_(tensors[name])
+            return copies, None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for name, copy in copies.items():
+                copy.copy_(tensors[name], non_blocking=True)
+            self._copied = self._stream.record_event()
+        return copies, self._copied
+
+    def before_change(self) -> None:
+        """Let the device, not the host, wait until what is being copied may change."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._copied = None
+
+
+class CheckpointWriter:
+    """Hands states to `write` in a thread, one at a time; a context manager that ends with the last one written.
+
+    An error of `write` comes out of whatever is called next, as it is.
+    """
+
+    def __init__(self, write: Callable[[TrainingState], None], copies: HostCopies) -> None:
+        self._write, self._copies = write, copies
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+        self._running: Future[None] | None = None
+
+    def is_idle(self) -> bool:
+        """Whether nothing is under way; raises what ended the last checkpoint."""
+        if self._running is not None and self._running.done():
+            self.wait()
+        return self._running is None
+
+    def offer(self, state_now: Callable[[], TrainingState]) -> bool:
+        """Begin a checkpoint of `state_now()`, unless one is under way or its memory is being prepared.
+
+        Returns whether it was begun. Its tensors may change after `HostCopies.before_change`.
+        """
+        if not self.is_idle():
+            return False
+        state = state_now()
+        if not self._copies.has_room(state.tensors):
+            if self._copies.pinned:
+                self._running = self._thread.submit(self._copies.make_room, state.tensors)
+                return False
+            self._copies.make_room(state.tensors)
+        copies, copied = self._copies.start(state.tensors)
+        self._running = self._thread.submit(self._finish, replace(state, tensors=copies), copied)
+        return True
+
+    def write_now(self, state_now: Callable[[], TrainingState]) -> None:
+        """Write a checkpoint, after the one that is under way, and wait for it."""
+        self.wait()
+        while not self.offer(state_now):
+            self.wait()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for what is under way; raises what ended it."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def _finish(self, state: TrainingState, copied: Any) -> None:
+        if copied is not None:
+            copied.synchronize()
+        self._write(state)
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let the last checkpoint be completed; its error does not hide another one."""
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self._thread.shutdown(wait=True)

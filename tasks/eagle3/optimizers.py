@@ -84,7 +84,7 @@ class Optimizers:
         moments.setdefault("momentum_buffer", torch.zeros_like(parameter))
         changed = [parameter, moments["momentum_buffer"]]
         before = [tensor.clone() for tensor in changed]
-        muon.step()
+        muon.step()  # type: ignore[no-untyped-call]
         for tensor, old in zip(changed, before, strict=True):
             torch.where(skip, old, tensor, out=tensor)
 

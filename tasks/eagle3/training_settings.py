@@ -60,8 +60,8 @@ class TrainSettings(StageSettings):
     max_tokens: PositiveInt = 2048
     """Tokens of a sample that are trained on; at most what was captured."""
     tokens_per_batch: PositiveInt | Literal["auto"] = 4096
-    """Tokens of an optimizer step: whole samples are packed up to it. auto: the most that the GPU's memory holds (65,536
-    at most), found by trying once and then remembered in the store; 4096 on a CPU."""
+    """Tokens of an optimizer step: whole samples are packed up to it. auto: what the GPU's memory holds (65,536 at
+    most), found by trying once and then remembered in the store; 4096 on a CPU."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Matrix products in fp32 or bf16 (weights and losses stay fp32); auto: bf16 where the hardware has it."""
     seed: int = 0

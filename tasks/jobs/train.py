@@ -20,9 +20,10 @@ from storage.layout import DRAFT_FILE, METRICS_TABLE
 from storage.store import Store
 from storage.tables import write_metrics
 from tasks.child import ProgressCallback
+from tasks.eagle3.optimizers import warmup_steps
 from tasks.eagle3.training import Position, Training
 from tasks.eagle3.training_settings import TrainSettings
-from tasks.jobs.drafts import make_draft
+from tasks.jobs.drafts import load_weights, make_draft, trained_weights
 from tasks.jobs.models import resolve_device
 from tasks.jobs.samples import open_samples
 from tasks.jobs.verifiers import open_facts
@@ -36,6 +37,8 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     settings = TrainSettings.model_validate(request["settings"])
     device = resolve_device(settings.device)
     draft = make_draft(store, request["draft_parts"], seed=settings.seed, device=device)
+    if request["initial"] is not None:
+        load_weights(draft, trained_weights(store, request["initial"]))
     verifier = artifacts.require(store, request["draft_parts"]["verifier"])
     checkpoint = latest_checkpoint(store, wanted.key)
     with ExitStack() as stack:
@@ -53,7 +56,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         if checkpoint is not None:
             tensors, state = load_checkpoint(store, checkpoint[1])
             training.resume(state["position"], tensors)
-        _summarize(training, sides, resumed=checkpoint is not None, precision=settings.precision)
+        _summarize(training, sides, settings, warm=request["initial"] is not None)
         started, first_step = time.monotonic(), training.position.step
 
         def save(position: Position, tensors: dict[str, Tensor]) -> None:
@@ -79,12 +82,15 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in draft.parameters()),
         "trainable": sum(p.numel() for p in training.parameters.values()),
         "precision": settings.precision,
+        "tokens_per_batch": settings.batch_tokens,
+        "batch_fill": round(training.fill, 4),
         "best_epoch": position.best_epoch + 1,
         "best_validation_acceptance_length": position.best_score if len(sides["val"]) else None,
         "last_loss": position.history[-1]["loss"],
         "nonfinite_steps": position.nonfinite_steps,
         "unmoved": unmoved,
         "seconds_per_step": round(seconds / steps, 4) if steps else None,
+        "seconds_waiting_for_data": round(training.waited_seconds, 3),
     }
     with artifacts.write(store, wanted) as writer:
         with writer.file(DRAFT_FILE) as path:
@@ -96,18 +102,34 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     return {}
 
 
-def _summarize(training: Training, sides: dict[str, Any], *, resumed: bool, precision: str) -> None:
+def _summarize(
+    training: Training, sides: dict[str, Any], settings: TrainSettings, *, warm: bool
+) -> None:
+    """Say what is going to be trained, before the first step."""
     trainable = sum(value.numel() for value in training.parameters.values())
     total = sum(value.numel() for value in training.draft.parameters())
+    steps, done = training.total_steps, training.position.step
     logger.info(
-        "%.2f M parameters, %.2f M of them trainable; %d samples of %s tokens to train on, %d to validate; "
-        "%d steps in %s%s",
+        "%.2f M parameters, %.2f M of them trainable%s; %d samples of %s tokens to train on, %d to validate",
         total / 1e6,
         trainable / 1e6,
+        ", from train.init" if warm else "",
         len(sides["train"]),
         f"{sum(sides['train'].lengths):,}",
         len(sides["val"]),
-        training.total_steps,
-        precision,
-        f"; going on after step {training.position.step}" if resumed else "",
+    )
+    peaks = f"{settings.lr:g}"
+    if settings.optimizer == "muon":
+        peaks = f"{settings.peak_muon_lr:g} (matrices) and {settings.lr:g}"
+    logger.info(
+        "%d steps of %s tokens, %.1f %% of them used; %s at %s, reached after %d steps, then %s; %s%s",
+        steps,
+        f"{settings.batch_tokens:,}",
+        100 * training.fill,
+        settings.optimizer,
+        peaks,
+        warmup_steps(steps, settings),
+        settings.schedule,
+        settings.precision,
+        f"; going on after step {done}" if done else "",
     )

@@ -171,3 +171,28 @@ def test_the_cosine_falls_from_the_peak_through_half_to_nothing() -> None:
     assert learning_rate(0, 100, settings) == pytest.approx(1.0)
     assert learning_rate(50, 100, settings) == pytest.approx(0.5)
     assert learning_rate(100, 100, settings) == pytest.approx(0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_on_a_gpu_waits_for_nothing_taken_or_not(name: str) -> None:
+    draft = make_draft().cuda()
+    optimizers = make_optimizers(draft, name)
+    losses = [torch.tensor(value, device="cuda") for value in (1.0, math.nan, 1.0)]
+    for value in trainable_parameters(draft).values():
+        value.grad = torch.randn_like(value)
+    optimizers.step(losses[0])  # what is made once may wait
+    before = everything(draft, optimizers)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for loss in losses[1:]:
+            optimizers.set_rates(1, 10)
+            optimizers.step(loss)
+            if loss is losses[1]:
+                skipped = everything(draft, optimizers)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(skipped[key], value) for key, value in before.items())
+    after = everything(draft, optimizers)
+    assert not any(torch.equal(after[key], before[key]) for key in trainable_parameters(draft))

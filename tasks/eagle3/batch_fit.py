@@ -43,30 +43,42 @@ def largest_fitting(fits: Callable[[int], bool], *, smallest: int, largest: int)
     return half_more if half_more <= largest and fits(half_more) else size
 
 
+def usable_bytes(device: torch.device) -> int:
+    """Memory of the GPU that this process may use for a training: what it has and what is free, less the margin."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int((free_bytes + torch.cuda.memory_reserved(device)) * (1 - MARGIN))
+
+
 def fits_gpu(
-    draft: Eagle3DraftModel, settings: TrainSettings, transform: HeadTransform, tokens: int
+    draft: Eagle3DraftModel,
+    settings: TrainSettings,
+    transform: HeadTransform,
+    tokens: int,
+    *,
+    room_bytes: int,
 ) -> bool:
-    """Tell whether training with batches of `tokens` leaves the margin of the draft's GPU free; trains the draft."""
+    """Tell whether training the draft with batches of `tokens` gets by with `room_bytes`; it changes the draft.
+
+    Torch is held to that room, so that what libraries allocate beside it never fails.
+    """
     device = draft.fc.weight.device
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    free_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    limit_bytes = int(free_bytes * (1 - MARGIN))
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(room_bytes / total_bytes, device)
     try:
         try_steps(draft, settings, transform, tokens)
-        peak_bytes = torch.cuda.max_memory_reserved(device)
+        fitting = True
     except torch.OutOfMemoryError:
-        peak_bytes = free_bytes
+        fitting = False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
     # Out of the handler: its traceback holds the tensors of the trial.
     gc.collect()
     torch.cuda.empty_cache()
-    fitting = peak_bytes <= limit_bytes
     logger.info(
-        "a batch of %s tokens %s: %.1f of %.1f GB",
+        "a batch of %s tokens %s into %.1f GB",
         f"{tokens:,}",
         "fits" if fitting else "does not fit",
-        peak_bytes / 1e9,
-        limit_bytes / 1e9,
+        room_bytes / 1e9,
     )
     return fitting
 

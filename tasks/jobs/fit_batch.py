@@ -6,7 +6,7 @@ from storage import artifacts
 from storage.artifacts import Identity
 from storage.store import Store
 from tasks.child import ProgressCallback
-from tasks.eagle3.batch_fit import LARGEST_TOKENS, fits_gpu, largest_fitting
+from tasks.eagle3.batch_fit import LARGEST_TOKENS, fits_gpu, largest_fitting, usable_bytes
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.jobs.drafts import make_draft
 from tasks.jobs.models import resolve_device
@@ -23,8 +23,9 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
     draft = make_draft(store, request["draft_parts"], seed=settings.seed, device=device)
     verifier = artifacts.require(store, request["draft_parts"]["verifier"])
     transform = open_facts(store, verifier).transform
+    room_bytes = usable_bytes(device)
     tokens = largest_fitting(
-        lambda size: fits_gpu(draft, settings, transform, size),
+        lambda size: fits_gpu(draft, settings, transform, size, room_bytes=room_bytes),
         smallest=settings.max_tokens,
         largest=LARGEST_TOKENS,
     )

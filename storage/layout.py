@@ -22,6 +22,10 @@ STATES = "states"
 CAPTURE_PLAN = "capture_plan"
 SPLIT = "split"
 VOCAB_MAP = "vocab_map"
+WARM_START = "warm_start"
+"""Tensors of an earlier draft that a training starts from."""
+BATCH_SIZES = "batch_sizes"
+"""How large a batch of a training can be."""
 CHECKPOINTS = "checkpoints"
 REFERENCE = "reference"
 """Greedy texts of the verifier alone, which every draft's texts must equal."""
@@ -52,7 +56,7 @@ STATE_FILE = "state.json"
 ENTRIES_FILE = "entries.json"
 
 STAGE_DIRECTORIES = (
-    VERIFIER, CONVERSATIONS, REGENERATED, SAMPLES, STATES, SPLIT, VOCAB_MAP, CHECKPOINTS,
+    VERIFIER, WARM_START, CONVERSATIONS, REGENERATED, SAMPLES, SPLIT, VOCAB_MAP, BATCH_SIZES, STATES, CHECKPOINTS,
     EVALUATION, SPECULATOR,
 )  # fmt: skip
 """Directories that hold artifacts, in the order of the pipeline."""

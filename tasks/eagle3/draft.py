@@ -32,6 +32,7 @@ __all__ = [
     "load_speculator",
     "save_speculator",
     "trainable_parameters",
+    "trainable_shapes",
 ]
 
 LOSS_NAMES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
@@ -167,6 +168,13 @@ def trainable_parameters(model: Eagle3DraftModel) -> dict[str, torch.nn.Paramete
     """Name -> parameter of everything that trains, sorted by name."""
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     return dict(sorted(named.items()))
+
+
+def trainable_shapes(config: Eagle3SpeculatorConfig) -> dict[str, torch.Size]:
+    """Name -> shape of everything that trains in a draft of this config, without making it."""
+    with torch.device("meta"):
+        model = Eagle3DraftModel(config)
+    return {name: value.shape for name, value in trainable_parameters(model).items()}
 
 
 def save_speculator(

@@ -6,6 +6,7 @@ states/<capture key>/<shard key>/...             captured shards, one artifact e
 checkpoints/<train key>/steps/step-<n>/...       training checkpoints, one artifact each
 drafts/<verifier>/current.json                   which draft is in service
 run_records/<run>.json                           what each run did
+<tracker>/<train key>/...                        what a tracker such as tensorboard keeps on this disk
 """
 
 import re

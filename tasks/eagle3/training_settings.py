@@ -1,8 +1,17 @@
 """Settings of the training. Importable without torch: the flow's process reads only this."""
 
+import sys
+from importlib.util import find_spec
 from typing import ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
 from tasks.stage_settings import StageSettings
 
@@ -11,7 +20,7 @@ class TrainSettings(StageSettings):
     """How the draft is trained."""
 
     resources: ClassVar[frozenset[str]] = frozenset(
-        {"device", "checkpoint_seconds", "epoch_checkpoints", "keep_checkpoints"}
+        {"device", "checkpoint_seconds", "epoch_checkpoints", "keep_checkpoints", "tracker"}
     )
 
     epochs: PositiveInt = Field(default=3, le=10_000)
@@ -54,3 +63,18 @@ class TrainSettings(StageSettings):
     """Whether the end of every epoch is a checkpoint besides; turn off for epochs of seconds."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that are kept while training."""
+    tracker: Literal["tensorboard", "wandb", "mlflow", "trackio", "none"] = "tensorboard"
+    """Where every step is shown while it trains. wandb, mlflow and trackio have to be installed; logins and servers
+    come from their own environment variables."""
+
+    @field_validator("tracker")
+    @classmethod
+    def _is_installed(cls, name: str) -> str:
+        found = None if name == "none" else find_spec(name)
+        # a directory of that name, as wandb leaves one behind, is found too, but has no origin
+        if name != "none" and (found is None or found.origin is None):
+            raise ValueError(
+                f"the package {name} is not installed; install it by {sys.executable} -m pip install {name}, "
+                "or choose tensorboard or none"
+            )
+        return name

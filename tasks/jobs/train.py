@@ -25,7 +25,9 @@ from tasks.eagle3.training_settings import TrainSettings
 from tasks.jobs.drafts import make_draft
 from tasks.jobs.models import resolve_device
 from tasks.jobs.samples import open_samples
+from tasks.jobs.training_watch import TrainingWatch
 from tasks.jobs.verifiers import open_facts
+from tasks.trackers import Tracking, tracker_directory
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +56,25 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
             tensors, state = load_checkpoint(store, checkpoint[1])
             training.resume(state["position"], tensors)
         _summarize(training, sides, resumed=checkpoint is not None, precision=settings.precision)
+        tracking = Tracking(
+            settings.tracker,
+            directory=tracker_directory(store, settings.tracker),
+            key=wanted.key,
+            settings=settings.identity(),
+            history=training.position.history,
+        )
+        stack.callback(tracking.close)
         started, first_step = time.monotonic(), training.position.step
+        watch = TrainingWatch(training, tracking, progress)
 
         def save(position: Position, tensors: dict[str, Tensor]) -> None:
+            watch.on_checkpoint()
             state = {"position": vars(position)}
             save_checkpoint(store, wanted.key, step=position.step, tensors=tensors, state=state)
             prune_checkpoints(store, wanted.key, keep=settings.keep_checkpoints)
 
-        def show(step: int, total: int, note: str) -> None:
-            progress(
-                {"stage": "train", "done": step, "total": total, "unit": "steps", "note": note}
-            )
-
-        best = training.run(on_checkpoint=save, on_step=show)
+        best = training.run(on_checkpoint=save, on_step=watch.on_step)
+        watch.look()
         seconds = time.monotonic() - started
     position = training.position
     unmoved = training.unmoved()
@@ -89,7 +97,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     with artifacts.write(store, wanted) as writer:
         with writer.file(DRAFT_FILE) as path:
             save_file({name: value.cpu().contiguous() for name, value in best.items()}, path)
-        with writer.file(METRICS_TABLE) as path:
+        with writer.file(METRICS_TABLE, in_content=False) as path:  # it holds times
             write_metrics(path, position.history)
         writer.publish(rows=position.step, facts=facts)
     prune_checkpoints(store, wanted.key, keep=1)

@@ -114,6 +114,11 @@ class Training:
                 saved = time.monotonic()
         return self._best
 
+    @property
+    def waited_seconds(self) -> float:
+        """Time spent waiting for batches so far."""
+        return self._feed.waited_seconds
+
     def state(self) -> dict[str, Tensor]:
         """Return all tensors that the training is made of: weights, best weights, moments, RNG state."""
         tensors = {"rng": torch.get_rng_state()}

@@ -11,7 +11,6 @@ import argparse
 import datetime as dt
 import gc
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -35,12 +34,14 @@ from tasks.eagle3.draft import (  # noqa: E402
     trainable_parameters,
 )
 from tasks.eagle3.step_plan import StepPlan, plan_steps  # noqa: E402
+from tasks.eagle3.training import Training  # noqa: E402
+from tasks.eagle3.training_settings import TrainSettings  # noqa: E402
 from tasks.eagle3.training_step import frozen_heads, training_forward  # noqa: E402
 
 TTT_STEPS = 3
 DRAFT_VOCAB = 32_000
 DOCUMENT = 1024
-BLOCKS, STEPS = 3, 10
+WARM_STEPS, STEPS = 8, 40
 
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -161,9 +162,10 @@ def measure(
     samples: list[TrainingSample],
     *,
     tokens: int,
+    training_loop: bool,
     profile: Path | None = None,
 ) -> dict[str, Any]:
-    """Time to the first step, the step with batches copied in its stream and made ready aside, peak memory, losses."""
+    """Time to the first step, a step with batches copied in its stream and made ready aside, peak memory, losses."""
     torch.cuda.reset_peak_memory_stats()
     parameters = list(trainable_parameters(draft).values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
@@ -184,42 +186,84 @@ def measure(
     step(batches[0])
     torch.cuda.synchronize()
     first = time.perf_counter() - started
-    for _ in range(3):
-        step(batches[0])
-
-    def in_stream() -> None:
-        for number in range(STEPS):
-            step(batches[number % len(batches)])
-
-    feed = BatchFeed(samples, torch.device("cuda"), our_plan)
-
-    def aside() -> None:
-        for ready in feed.batches(planned[number % len(planned)] for number in range(STEPS)):
+    clock = Clock()
+    for number in range(WARM_STEPS + STEPS):
+        step(batches[number % len(batches)])
+        clock.tick()
+    in_stream = clock.seconds()
+    clock, waited = Clock(), 0.0
+    if training_loop:
+        del optimizer
+        waited = run_training(draft, samples, tokens=each * (DOCUMENT + 1), clock=clock)
+    else:
+        feed = BatchFeed(samples, torch.device("cuda"), our_plan)
+        order = (planned[n % len(planned)] for n in range(WARM_STEPS + STEPS))
+        for ready in feed.batches(order):
             step(ready.batch, ready.plan)
-
-    seconds = {"in stream": block_seconds(in_stream), "aside": block_seconds(aside)}
+            clock.tick()
+    seconds = {"in stream": in_stream, "aside": clock.seconds()}
+    peak = torch.cuda.max_memory_allocated()
     if profile is not None:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
         write_profile(lambda: step(batches[0]), profile)
     return {
         "first_step_seconds": round(first, 2),
         "milliseconds": {name: round(value * 1e3, 2) for name, value in seconds.items()},
         "tokens_per_second": {name: round(tokens / value) for name, value in seconds.items()},
-        "waited": round(feed.waited_seconds / (BLOCKS * STEPS * seconds["aside"]), 3),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
-        "losses": [round(float(loss), 5) for loss in losses],
+        "waited": round(waited, 4),
+        "peak_gb": round(peak / 1e9, 2),
+        "losses": [round(float(loss), 5) for loss in losses[: 1 + WARM_STEPS + STEPS]],
     }
 
 
-def block_seconds(run: Callable[[], None]) -> float:
-    """Seconds of a step, as a training runs: nothing waits between the steps of a block."""
-    seconds = []
-    for _ in range(BLOCKS):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - begun) / STEPS)
-    return statistics.median(seconds)
+def run_training(
+    draft: Eagle3DraftModel, samples: list[TrainingSample], *, tokens: int, clock: "Clock"
+) -> float:
+    """This project's training loop, as a run has it; returns the share of time it waited for data."""
+    lengths = [len(sample.input_ids) for sample in samples]
+    steps = sum(lengths) // tokens
+    settings = TrainSettings(
+        epochs=-(-(WARM_STEPS + STEPS) // steps),
+        lr=1e-4,
+        ttt_steps=TTT_STEPS,
+        tokens_per_batch=tokens,
+        checkpoint_seconds=1e6,
+        epoch_checkpoints=False,
+    )
+    training = Training(
+        draft,
+        samples,
+        [],
+        settings=settings,
+        precision="bf16",
+        train_lengths=lengths,
+        val_lengths=[],
+    )
+    started = time.perf_counter()
+    training.run(on_checkpoint=lambda *_: None, on_step=lambda *_: clock.tick())
+    return training.waited_seconds / (time.perf_counter() - started)
+
+
+class Clock:
+    """Mean seconds of STEPS steps after WARM_STEPS, with nothing waiting between them."""
+
+    def __init__(self) -> None:
+        self._ticks = 0
+        self._begun = self._ended = 0.0
+
+    def tick(self) -> None:
+        """A step was launched."""
+        self._ticks += 1
+        if self._ticks == WARM_STEPS:
+            torch.cuda.synchronize()
+            self._begun = time.perf_counter()
+        if self._ticks == WARM_STEPS + STEPS:
+            torch.cuda.synchronize()
+            self._ended = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Of one step."""
+        return (self._ended - self._begun) / STEPS
 
 
 def write_profile(step: Callable[[], None], file: Path) -> None:
@@ -272,7 +316,12 @@ def main() -> None:
             torch.cuda.empty_cache()
             profile = arguments.profile / f"{shape}-{name}.txt" if arguments.profile else None
             found[name] = measure(
-                draft, make_forward(draft), samples, tokens=tokens, profile=profile
+                draft,
+                make_forward(draft),
+                samples,
+                tokens=tokens,
+                training_loop=name == "ours",
+                profile=profile,
             )
             print(shape, name, {k: v for k, v in found[name].items() if k != "losses"}, flush=True)
             print("   losses", found[name]["losses"], flush=True)

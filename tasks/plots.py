@@ -38,9 +38,8 @@ def line_plot(
     series: Mapping[str, list[tuple[float, float]]],
     *,
     dashed: Mapping[str, list[tuple[float, float]]] | None = None,
-    top: float | None = None,
 ) -> Plot | None:
-    """Return a plot from 0 to `top` (default: the highest value) of lines by name; None without points.
+    """Return a plot of lines by name, from 0 to the highest value; None without points.
 
     `dashed` are lines in the same colors, one after the other.
     """
@@ -49,7 +48,7 @@ def line_plot(
     if not points:
         return None
     left, right = min(x for x, _ in points), max(x for x, _ in points)
-    high = top or max(y for _, y in points) or 1.0
+    high = max(y for _, y in points) or 1.0
     lines = [
         Line(name, COLORS[i % len(COLORS)], _path(line, left, right, high), is_dashed)
         for group, is_dashed in kinds

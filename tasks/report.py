@@ -15,6 +15,9 @@ from storage.tables import read_table
 from tasks.plots import Plot, line_plot
 from tasks.training_history import accuracy_names, curve, epochs_of, read_history
 
+SHOWN_EPOCHS = 50
+"""Of longer trainings the last ones; the curves show all."""
+
 
 def write_report(store_url: str, record: dict[str, Any], target: Path) -> None:
     """Write the page about the run of `record` to `target`; parts whose artifacts have gone are left out."""
@@ -35,12 +38,12 @@ def write_report(store_url: str, record: dict[str, Any], target: Path) -> None:
         shown=[text for m in parts.get("tokenize_chats", []) if m for text in m.facts["shown"]],
         loss=line_plot(
             {
-                "train": curve(history, "loss", validation=False),
-                "validation": curve(history, "loss", validation=True),
+                "train loss": curve(history, "loss", validation=False),
+                "validation loss": curve(history, "loss", validation=True),
             }
         ),
         accuracy=_accuracy_plot(history),
-        epochs=epochs_of(history),
+        epochs=epochs_of(history)[-SHOWN_EPOCHS:],
         acceptance=_acceptance_plot(record),
         texts=_colored_texts(store, parts.get("evaluate", [])),
     )
@@ -81,7 +84,6 @@ def _accuracy_plot(history: list[dict[str, float | None]]) -> Plot | None:
             f"token {i + 1}, validation": curve(history, name, validation=True)
             for i, name in enumerate(names)
         },
-        top=1.0,
     )
 
 

@@ -16,6 +16,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 PROJECT = "outrider"
 TAG = "outrider.training"
 """MLflow chooses the ids of its runs: this tag of a run holds the training's key."""
+REWIND = 100
+"""Entries before a checkpoint that TensorBoard gets again: more than it can be behind one that was being written."""
 
 Entry = Mapping[str, float | None]
 
@@ -89,10 +91,10 @@ def open_run(
 def _open_tensorboard(
     directory: Path, key: str, settings: Mapping[str, Any], history: Sequence[Entry]
 ) -> TrackerRun:
-    """Purge the last step of the history with what came after it, a validation of it perhaps, and go on there."""
+    """Go on a little before the end of the history, and have all from there on purged that an earlier process sent."""
     first, step = 0, 0
     if history and any((directory / key).glob("events.out.*")):
-        step = int(history[-1]["step"] or 0)
+        step = int(history[max(0, len(history) - REWIND)]["step"] or 0)
         first = next(i for i, entry in enumerate(history) if entry["step"] == step)
     opened = _start("tensorboard", key, directory, purge_step=step)
     if not first:  # as text: its own way makes a second run of them
@@ -105,7 +107,7 @@ def _open_tensorboard(
 
 def _open_wandb(directory: Path, key: str) -> tuple[Any, bool, str]:
     project = os.environ.get("WANDB_PROJECT", PROJECT)
-    files = os.environ.get("WANDB_DIR", str(directory))
+    files = os.environ.get("WANDB_DIR", str(directory.parent))  # it adds a "wandb" of its own
     opened = _start("wandb", project, id=key, name=key[:12], resume="allow", dir=files)
     run = opened.tracker
     return opened, run.resumed, f"W&B run {key} of project {project}: {run.url or run.dir}"

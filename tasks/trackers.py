@@ -59,12 +59,6 @@ class Tracking:
             self._calls.put(partial(self._log, index, history[index]))
         self._queued = len(history)
 
-    def settle(self, seconds: float) -> bool:
-        """Wait until everything is sent, at most so long; tells whether it is."""
-        done = threading.Event()
-        self._calls.put(done.set)
-        return done.wait(seconds)
-
     def close(self) -> None:
         """Send the rest and end the tracker's run; a server that takes too long is left behind."""
         self._calls.put(self._finish)

@@ -68,7 +68,6 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         watch = TrainingWatch(training, tracking, progress)
 
         def save(position: Position, tensors: dict[str, Tensor]) -> None:
-            watch.on_checkpoint()
             state = {"position": vars(position)}
             save_checkpoint(store, wanted.key, step=position.step, tensors=tensors, state=state)
             prune_checkpoints(store, wanted.key, keep=settings.keep_checkpoints)

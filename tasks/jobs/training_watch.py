@@ -1,18 +1,14 @@
 """What is seen of a training while it runs: every step timed, sent to the tracker and reported as progress."""
 
-import threading
 import time
 
 from tasks.child import ProgressCallback
 from tasks.eagle3.training import Training
 from tasks.trackers import Tracking
 
-SETTLE_SECONDS = 5.0
-"""How long a checkpoint waits for its tracker, which should have all that the checkpoint has."""
-
 
 class TrainingWatch:
-    """Looks at the history of a training after each of its steps; safe to call from any thread."""
+    """Looks at the history of a training after each of its steps."""
 
     def __init__(self, training: Training, tracking: Tracking, progress: ProgressCallback) -> None:
         position = training.position
@@ -21,7 +17,6 @@ class TrainingWatch:
         validations = [entry for entry in position.history if entry["validation"]]
         self._validation = validations[-1] if validations else None
         self._seconds: dict[int, float] = {}
-        self._lock = threading.Lock()
         self._epoch, self._last = position.epoch, time.monotonic()
         self._report(position.step, training.total_steps, "")
 
@@ -34,29 +29,23 @@ class TrainingWatch:
         self.look()
         self._report(step, total, note)
 
-    def on_checkpoint(self) -> None:
-        """See to it that the tracker has what the checkpoint will have, unless its server is slow."""
-        self.look()
-        self._tracking.settle(SETTLE_SECONDS)
-
     def look(self) -> None:
         """Add times to the history's new entries, and send them to the tracker."""
-        with self._lock:
-            history = self._training.position.history
-            for index in range(self._read, len(history)):
-                entry = history[index]
-                seconds = self._seconds.pop(int(entry["step"] or 0), None)
-                if entry["validation"]:
-                    self._validation = entry
-                elif seconds:
-                    # another dictionary, not this one changed: a checkpoint may be in the writing
-                    pace: dict[str, float | None] = {
-                        "seconds": seconds,
-                        "tokens_per_second": (entry["tokens"] or 0) / seconds,
-                    }
-                    history[index] = entry | pace
-            self._read = len(history)
-            self._tracking.send(history)
+        history = self._training.position.history
+        for index in range(self._read, len(history)):
+            entry = history[index]
+            seconds = self._seconds.pop(int(entry["step"] or 0), None)
+            if entry["validation"]:
+                self._validation = entry
+            elif seconds:
+                # another dictionary, not this one changed: a checkpoint may be in the writing
+                pace: dict[str, float | None] = {
+                    "seconds": seconds,
+                    "tokens_per_second": (entry["tokens"] or 0) / seconds,
+                }
+                history[index] = entry | pace
+        self._read = len(history)
+        self._tracking.send(history)
 
     def _report(self, step: int, total: int, note: str) -> None:
         if self._validation is not None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_on(
-    build: Callable[[Path], Any], directory: Path, api: str, **groups: Values
+    build: Callable[[Path], Any], directory: Path, api: str, *, gpus: int = 1
 ) -> tuple[Values, VerifierFacts]:
     """Run the pipeline on the verifier that `build` writes; returns the result and the facts it found."""
     build(directory / "verifier")
@@ -35,12 +35,13 @@ def run_on(
         "verifier": {"model": str(directory / "verifier")},
         "data": {"sources": [str(write_chats(directory / "chats.jsonl", range(CONVERSATIONS)))]},
         "tokenize": {"max_tokens": 96},
+        "capture": {"layers": [1, 3, 4], "gpus": gpus, "rows_per_shard": 8},
         "vocab": {"draft_size": 128},
         "split": {"holdout_sources": ["unseen"]},
         "train": {"epochs": 1, "lr": 1e-3, "tokens_per_batch": 128},
         "evaluate": {"prompts": 4, "max_new_tokens": 12},
     }
-    file = write_settings(values | groups, directory / "settings.yaml")
+    file = write_settings(values, directory / "settings.yaml")
     env = environment(directory / "prefect", PREFECT_API_URL=api)
     done = outrider("run", file, "--json", env=env)
     assert done.returncode == 0, done.stderr
@@ -53,9 +54,7 @@ def test_a_run_on_a_verifier_of_kimi_k25s_form_takes_less_than_two_minutes(tmp_p
     pytest.importorskip("compressed_tensors")
     started = time.monotonic()
 
-    result, facts = run_on(
-        build_kimi_k25_int4, tmp_path, prefect_api, capture={"gpus": 2, "rows_per_shard": 8}
-    )
+    result, facts = run_on(build_kimi_k25_int4, tmp_path, prefect_api, gpus=2)
 
     assert time.monotonic() - started < 120
     assert tuple(result["stages"]) == STAGES

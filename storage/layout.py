@@ -8,6 +8,7 @@ checkpoints/<train key>/best/step-<n>/...        best weights, which many checkp
 checkpoints/<train key>/metrics/entries-<a>-<b>/ metrics [a, b) of the past, which all later ones share
 drafts/<verifier>/current.json                   which draft is in service
 run_records/<run>.json                           what each run did
+<tracker>/<train key>/...                        what a tracker such as tensorboard keeps on this disk
 """
 
 import re

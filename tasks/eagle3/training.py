@@ -273,7 +273,7 @@ class Training:
     def _note(self) -> str:
         if not self.position.history:
             return f"epoch {self.position.epoch + 1}"
-        last = self.position.history[-1]
+        last = next(row for row in reversed(self.position.history) if not row["validation"])
         loss, accuracy = last["loss"], last["full_acc_0"]
         if loss is None or accuracy is None:
             return f"epoch {self.position.epoch + 1}, the last step was not finite and not taken"

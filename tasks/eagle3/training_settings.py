@@ -1,5 +1,7 @@
 """Settings of the training. Importable without torch: the flow's process reads only this."""
 
+import sys
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from pydantic import (
@@ -28,6 +30,7 @@ class TrainSettings(StageSettings):
             "epoch_checkpoints",
             "keep_checkpoints",
             "on_bad_checkpoint",
+            "tracker",
         }
     )
 
@@ -87,6 +90,21 @@ class TrainSettings(StageSettings):
     """Newest checkpoints that are kept while training, and the best weights besides."""
     on_bad_checkpoint: Literal["stop", "older"] = "stop"
     """When the newest checkpoint cannot be read (cut off, a flipped bit): stop, or go on from an older one."""
+    tracker: Literal["tensorboard", "wandb", "mlflow", "trackio", "none"] = "tensorboard"
+    """Where every step is shown while it trains. wandb, mlflow and trackio have to be installed; logins and servers
+    come from their own environment variables."""
+
+    @field_validator("tracker")
+    @classmethod
+    def _is_installed(cls, name: str) -> str:
+        found = None if name == "none" else find_spec(name)
+        # a directory of that name, as wandb leaves one behind, is found too, but has no origin
+        if name != "none" and (found is None or found.origin is None):
+            raise ValueError(
+                f"the package {name} is not installed; install it by {sys.executable} -m pip install {name}, "
+                "or choose tensorboard or none"
+            )
+        return name
 
     @field_validator("tokens_per_batch", mode="wrap")
     @classmethod

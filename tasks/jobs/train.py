@@ -23,7 +23,9 @@ from tasks.eagle3.training_state import Position, TrainingState
 from tasks.jobs.drafts import make_draft, trained_weights
 from tasks.jobs.models import resolve_device
 from tasks.jobs.samples import open_samples
+from tasks.jobs.training_watch import TrainingWatch
 from tasks.jobs.verifiers import open_facts
+from tasks.trackers import Tracking, tracker_directory
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +61,20 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
             training.resume(_to_state(checkpoint))
             del checkpoint  # its tensors are the training's now
         _summarize(training, sides, settings, warm=request["initial"] is not None)
+        tracking = Tracking(
+            settings.tracker,
+            directory=tracker_directory(store, settings.tracker),
+            key=wanted.key,
+            settings=settings.identity(),
+            history=training.position.history,
+        )
+        stack.callback(tracking.close)
         started, first_step = time.monotonic(), training.position.step
-
-        def show(step: int, total: int, note: str) -> None:
-            progress(
-                {"stage": "train", "done": step, "total": total, "unit": "steps", "note": note}
-            )
+        watch = TrainingWatch(training, tracking, progress)
 
         save = checkpoint_saver(checkpoints, keep=settings.keep_checkpoints)
-        best = training.run(on_checkpoint=save, on_step=show)
+        best = training.run(on_checkpoint=save, on_step=watch.on_step)
+        watch.look()
         seconds = time.monotonic() - started
     position = training.position
     unmoved = training.unmoved()
@@ -93,7 +100,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     with artifacts.write(store, wanted) as writer:
         with writer.file(DRAFT_FILE) as path:
             save_file({name: value.cpu().contiguous() for name, value in best.items()}, path)
-        with writer.file(METRICS_TABLE) as path:
+        with writer.file(METRICS_TABLE, in_content=False) as path:  # it holds times
             write_metrics(path, position.history)
         writer.publish(rows=position.step, facts=facts)
     checkpoints.prune(keep=1)

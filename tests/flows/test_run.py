@@ -182,7 +182,10 @@ CHANGES = {
     "vocabulary": ({"vocab": {"draft_size": 64}}, ["map_vocab", "train", "evaluate", "export"]),
     "layers": ({"capture": {"layers": [1, 4, 5]}}, ["capture", "train", "evaluate", "export"]),
     "draft tokens": ({"evaluate": {"draft_tokens": 2}}, ["evaluate", "export"]),
-    "processes": ({"capture": {"gpus": 2}, "train": {"keep_checkpoints": 1}}, []),
+    "processes": (
+        {"capture": {"gpus": 2}, "train": {"keep_checkpoints": 1, "tracker": "none"}},
+        [],
+    ),
 }
 
 

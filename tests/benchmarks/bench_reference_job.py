@@ -186,6 +186,7 @@ def run_job(
                 "split": made[SPLIT].path,
                 "draft_parts": parts,
                 "settings": settings.model_dump(mode="json"),
+                "initial": None,
             }
         )
     seconds["train"] = time.perf_counter() - started

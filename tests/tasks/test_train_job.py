@@ -71,6 +71,7 @@ def request_of(tiny: TinyRun, tmp_path: Path) -> Callable[..., Request]:
             "split": split.path,
             "draft_parts": parts,
             "settings": settings.model_dump(mode="json"),
+            "initial": None,
             "identity": asdict(identity),
         }
 

@@ -24,6 +24,7 @@ def capture_states(
     verifier_directory: str,
     settings: CaptureSettings,
     trust_remote_code: bool = False,
+    verifier_files: dict[str, tuple[int, int]] | None = None,
 ) -> None:
     """Capture every shard of a published plan; what is there already is not computed again.
 
@@ -34,6 +35,7 @@ def capture_states(
         verifier_directory: where the verifier's files lie on the machine that captures.
         settings: how to capture.
         trust_remote_code: whether code that the verifier's files bring along may run.
+        verifier_files: bytes and time of change of each of these files; by default as they are now.
     """
     send_log_to_prefect()
     opened = Store(store)
@@ -43,6 +45,7 @@ def capture_states(
         verifier_directory,
         artifacts.require(opened, verifier),
         trust_remote_code=trust_remote_code,
+        files=verifier_files,
     )
     meter = ProgressMeter("capture", sum(work.tokens), "tokens")
     pool = WorkerPool(
@@ -72,4 +75,5 @@ def run_capture(
         verifier_directory=verifier.directory,
         settings=settings,
         trust_remote_code=verifier.trust_remote_code,
+        verifier_files=dict(verifier.files),
     )

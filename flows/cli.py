@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +213,10 @@ def _one_line(error: BaseException) -> str:
 def console() -> None:
     """Entry point of the `outrider` command."""
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            if stream is not None:  # it may have been closed before the start
+                stream.flush()
     # not sys.exit: threads of native libraries that still run have aborted the interpreter's shutdown
     os._exit(status)
 

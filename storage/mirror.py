@@ -83,7 +83,8 @@ class Mirror:
         return part.stat().st_size if part.is_file() else 0
 
     def _is_complete(self) -> bool:
-        return self._snapshot.is_dir() and all(self._is_whole(name) for name in self._blobs)
+        links = all((self._snapshot / name).is_file() for name in self._blobs)
+        return links and all(self._is_whole(name) for name in self._blobs)
 
     def _fetch_files(self, progress: _Progress, chunk_bytes: int) -> None:
         stopped = threading.Event()
@@ -134,7 +135,11 @@ class Mirror:
         part.replace(blob)
 
     def _publish(self) -> None:
-        """Make the snapshot appear with all its links."""
+        """Make the snapshot appear with all its links; one that lacks some is mended."""
+        for name, blob in self._blobs.items() if self._snapshot.is_dir() else ():
+            if not (self._snapshot / name).is_file():
+                (self._snapshot / name).unlink(missing_ok=True)
+                (self._snapshot / name).symlink_to(Path("..", "..", "blobs", blob))
         if self._snapshot.is_dir():
             return
         self._snapshot.parent.mkdir(exist_ok=True)

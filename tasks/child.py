@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
+from storage import retries
 from storage.artifacts import ArtifactError
 
 logger = logging.getLogger(__name__)
@@ -229,7 +230,9 @@ def die_with_parent() -> None:
 def _kind_of(error: Exception) -> str:
     if isinstance(error, ArtifactError):
         return "lost"
-    return "refused" if isinstance(error, ValueError) else "failed"
+    # another try finds a full disk as full
+    lasting = isinstance(error, ValueError) or retries.FULL_WAY_OUT in str(error)
+    return "refused" if lasting else "failed"
 
 
 def serve(module: str) -> None:

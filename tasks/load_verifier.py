@@ -1,6 +1,7 @@
 """Stage load_verifier: a model's directory -> its facts and the three tensors a draft needs."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from storage.artifacts import Identity
 from storage.layout import FACTS_FILE, VERIFIER
 from storage.manifest import Manifest
 from storage.store import Store
-from tasks.eagle3.model_files import LocalFiles
+from tasks.eagle3.model_files import LocalFiles, Stamp, file_stamps
 from tasks.eagle3.verifier import VerifierFacts, identity
 from tasks.eagle3.weight_files import weight_file_names
 from tasks.progress import count_bytes
@@ -26,12 +27,18 @@ class Verifier:
     directory: str
     facts: VerifierFacts
     manifest: Manifest
-    trust_remote_code: bool = False
+    trust_remote_code: bool
+    files: Mapping[str, Stamp]
+    """The model's files as they were when it was opened: what is made of other ones later is not published."""
 
     @property
     def place(self) -> dict[str, Any]:
         """What a child process needs to load model and tokenizer, as a request's part."""
-        return {"directory": self.directory, "trust_remote_code": self.trust_remote_code}
+        return {
+            "directory": self.directory,
+            "trust_remote_code": self.trust_remote_code,
+            "files": {name: list(stamp) for name, stamp in self.files.items()},
+        }
 
     @property
     def identity(self) -> str:
@@ -59,12 +66,18 @@ def load_verifier(
 
 
 def open_verifier(
-    store: Store, directory: str, manifest: Manifest, *, trust_remote_code: bool = False
+    store: Store,
+    directory: str,
+    manifest: Manifest,
+    *,
+    trust_remote_code: bool = False,
+    files: Mapping[str, Stamp] | None = None,
 ) -> Verifier:
-    """Return the verifier that load_verifier published."""
+    """Return the verifier that load_verifier published; `files` are its files' stamps, by default as they are now."""
     with artifacts.open_file(store, manifest, FACTS_FILE) as path:
         facts = VerifierFacts.model_validate(json.loads(path.read_text())["facts"])
-    return Verifier(directory, facts, manifest, trust_remote_code)
+    stamps = file_stamps(Path(directory)) if files is None else files
+    return Verifier(directory, facts, manifest, trust_remote_code, stamps)
 
 
 def _identity(directory: Path, *, full_digests: bool) -> str:

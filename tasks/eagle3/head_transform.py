@@ -5,6 +5,7 @@ against the verifier's own logits. What is not implemented is refused: a wrong h
 while the loss still falls.
 """
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -88,6 +89,8 @@ def find_transform(config: dict[str, Any], text: dict[str, Any]) -> HeadTransfor
     if model_type in _SOFTCAPPED:
         known.add("final_logit_softcapping")
         softcap = text.get("final_logit_softcapping", _SOFTCAPPED[model_type])
+        if softcap is not None:
+            softcap = _given(text, "final_logit_softcapping", softcap)
     if model_type in _MULTIPLIED:
         field, default = _MULTIPLIED[model_type]
         known.add(field)
@@ -105,7 +108,8 @@ def find_transform(config: dict[str, Any], text: dict[str, Any]) -> HeadTransfor
 def _given(text: dict[str, Any], field: str, default: float) -> float:
     value = text.get(field)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
         raise VerifierError(f"the config sets {field} = {value!r}; it must be a positive number")
     return float(value)
 

@@ -37,6 +37,8 @@ class CanaryScore:
     """Share of the positions at which the rebuilt head chooses the verifier's own token."""
     positions: int
     """How many positions were compared."""
+    logit_error: float
+    """Relative error of the rebuilt logits against the verifier's own, without their mean, which no softmax sees."""
     aux_error: tuple[float, ...]
     """Relative error of each captured layer against transformers' own hidden states."""
 
@@ -163,13 +165,15 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
     generator: torch.Generator | None = None,
     threshold: float = 0.98,
     aux_tolerance: float = 0.05,
+    logit_tolerance: float = 0.1,
 ) -> CanaryScore:
     """Hold one captured sample against the verifier itself: the canary.
 
     `input_ids` [N], `aux` [N, A * H] and `last` [N, H] are as stored, after the codec's round trip.
-    Two comparisons, both independent of our hooks: the argmax of the rebuilt head on `last` with that
+    Three comparisons, all independent of our hooks: the argmax of the rebuilt head on `last` with that
     of the verifier's own logits, at MAX_PROBED_POSITIONS positions at most (drawn by `generator`,
-    else evenly spread), and `aux` with transformers' own `hidden_states[i]`. A position agrees too
+    else evenly spread), the values of these logits, which a wrong scale, cap or epsilon changes and
+    the argmax does not, and `aux` with transformers' own `hidden_states[i]`. A position agrees too
     when the verifier's own logits tie there. One position may always differ: in bf16 two tokens of
     a short sample can come that close.
 
@@ -201,9 +205,11 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
     )
     own_logits = own.logits[0] if keep else own.logits[0, positions.to(device)]  # [P, V]
     own_logits = own_logits.to(last.device)
-    chosen = head.logits(last[positions]).argmax(dim=-1, keepdim=True)  # [P, 1]
+    rebuilt = head.logits(last[positions])  # [P, V]
+    chosen = rebuilt.argmax(dim=-1, keepdim=True)  # [P, 1]
     agrees = own_logits.gather(1, chosen)[:, 0] >= own_logits.amax(dim=-1)
-    score = CanaryScore(agrees.float().mean().item(), len(positions), aux_error)
+    logit_error = _relative_error(_centered(rebuilt), _centered(own_logits.float()))
+    score = CanaryScore(agrees.float().mean().item(), len(positions), logit_error, aux_error)
     _judge_aux(score, layers, references, layer_ids, tolerance=aux_tolerance)
     if not bool(torch.isfinite(last).all()) or len(agrees) - int(agrees.sum()) > max(
         1, math.floor((1 - threshold) * len(positions) + 1e-9)
@@ -213,7 +219,18 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
             f"{score.argmax_agreement:.1%} of {score.positions} positions, below the threshold of "
             f"{threshold:.1%}: {_explain_last(head, last.float(), references)}"
         )
+    if not logit_error <= logit_tolerance:  # so that NaN fails
+        raise CanaryError(
+            f"the head on the captured last states chooses the verifier's tokens, but its logits are off by "
+            f"{logit_error:.1%} from the verifier's own (tolerance {logit_tolerance:.0%}): a scale or cap of the "
+            f"logits, or the norm's epsilon, is not what its config says (understood: {head.transform!r}, epsilon "
+            f"{head.eps}); `outrider inspect` shows which part of the config was read"
+        )
     return score
+
+
+def _centered(logits: Tensor) -> Tensor:
+    return logits - logits.mean(dim=-1, keepdim=True)
 
 
 def _check_shapes(

@@ -52,7 +52,7 @@ def derived_layer(text_config: dict[str, Any], settings: DraftSettings) -> Layer
     """
     widths = _attention_widths(text_config)
     dense = settings.intermediate_size or text_config.get("intermediate_size")
-    return {
+    layer = {
         "model_type": settings.arch,
         "num_hidden_layers": settings.num_layers,
         "intermediate_size": int(dense or 3 * widths["hidden_size"]),
@@ -60,6 +60,8 @@ def derived_layer(text_config: dict[str, Any], settings: DraftSettings) -> Layer
         **widths,
         **_common(text_config, text_config),
     }
+    _check_numbers(layer)
+    return layer
 
 
 def read_layer(
@@ -88,6 +90,7 @@ def read_layer(
             **widths,
             **_common(values, text_config),
         }
+        _check_numbers(layer)
         _check_positions(layer, text_config)
     except ValueError as error:
         raise ValueError(f"{named_by} {path}: {error}") from error
@@ -104,6 +107,26 @@ def _common(values: Mapping[str, Any], text_config: dict[str, Any]) -> dict[str,
         "bos_token_id": text_config.get("bos_token_id"),
         "eos_token_id": text_config.get("eos_token_id"),
     }
+
+
+def _check_numbers(layer: LayerConfig) -> None:
+    """Raise ValueError for numbers that no layer can be built or trained with."""
+    rope, hidden = layer["rope_parameters"], layer["hidden_size"]
+    bounds = {
+        "intermediate_size": (layer["intermediate_size"], 1, 64 * hidden),
+        "num_attention_heads * head_dim": (
+            layer["num_attention_heads"] * layer["head_dim"], 2, 16 * hidden
+        ),
+        "initializer_range": (layer["initializer_range"], 1e-6, 1.0),
+        "rope_theta": (rope.get("rope_theta", 1e4), 1.0, 1e12),
+        "rope factor": (rope.get("factor", 1.0), 1.0, 1e6),
+    }  # fmt: skip
+    for name, (value, least, most) in bounds.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not least <= value <= most:
+            raise ValueError(
+                f"{name} is {value!r}, which no draft can have: it must lie between {least:g} and {most:g}"
+            )
 
 
 def _attention_widths(config: Mapping[str, Any]) -> dict[str, int]:

@@ -5,7 +5,7 @@ the headers of its weight files, without its weights being fetched.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 """Config, tokenizer, chat template and weight index."""
 CODE_FILES = "*.py"
+WEIGHT_FILES = "*.safetensors"
 
 
 class VerifierError(ValueError):
@@ -75,6 +76,33 @@ def small_files(files: ModelFiles, *, code: bool) -> list[str]:
     return sorted(
         name for name in files.sizes if any(fnmatch(name, pattern) for pattern in patterns)
     )
+
+
+Stamp = tuple[int, int]
+"""Bytes and time of change of a file."""
+
+
+def file_stamps(directory: Path) -> dict[str, Stamp]:
+    """Return the stamp of each file that a model is loaded from, by name."""
+    patterns = (*SMALL_FILES, CODE_FILES, WEIGHT_FILES)
+    found = {path.name: path.stat() for path in directory.iterdir() if path.is_file()}
+    return {
+        name: (stat.st_size, stat.st_mtime_ns)
+        for name, stat in sorted(found.items())
+        if any(fnmatch(name, pattern) for pattern in patterns)
+    }
+
+
+def check_stamps(directory: Path, stamps: Mapping[str, Sequence[int]]) -> None:
+    """Raise VerifierError when a file of the model has changed since its stamp was taken, has come or has gone."""
+    now = {name: list(stamp) for name, stamp in file_stamps(directory).items()}
+    before = {name: list(stamp) for name, stamp in stamps.items()}
+    changed = sorted(n for n in now.keys() | before.keys() if now.get(n) != before.get(n))
+    if changed:
+        raise VerifierError(
+            f"{directory} changed during the run ({', '.join(changed[:3])}): what was computed may be of another "
+            "model and is not kept; leave the directory as it is and run again"
+        )
 
 
 def read_json_object(files: ModelFiles, name: str) -> dict[str, Any]:

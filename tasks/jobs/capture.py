@@ -16,7 +16,7 @@ from tasks.child import ProgressCallback
 from tasks.eagle3.head import VerifierHead
 from tasks.eagle3.hidden_states import check_states
 from tasks.engines.transformers import CapturedStates, CaptureEngine
-from tasks.jobs.models import load_model
+from tasks.jobs.models import check_unchanged, load_model
 from tasks.jobs.verifiers import open_head
 
 
@@ -56,6 +56,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     )
     head = _head(request["store"], request["verifier"])
     canary = check_shard(_model(where), head, tokens, states, layer_ids)
+    check_unchanged(request)
     with artifacts.write(store, wanted) as writer:
         write_shard(
             writer,
@@ -93,6 +94,7 @@ def check_shard(
     return {
         "argmax_agreement": round(agreeing / positions, 4),
         "positions": positions,
+        "logit_error": round(max(score.logit_error for score in scores), 5),
         "aux_error": [round(max(e), 5) for e in zip(*(s.aux_error for s in scores), strict=True)],
     }
 

@@ -22,7 +22,7 @@ from tasks.eagle3.conversations import prompts_of
 from tasks.eagle3.speculative import speculative_greedy
 from tasks.engines.transformers import greedy_generate
 from tasks.jobs.drafts import make_draft, trained_weights
-from tasks.jobs.models import load_model, load_tokenizer, pad_token_id
+from tasks.jobs.models import check_unchanged, load_model, load_tokenizer, pad_token_id
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         }
         for prompt, text, rounds in zip(prompts, texts, accepted, strict=True)
     ]
+    check_unchanged(request)
     with artifacts.write(store, wanted) as writer:
         with writer.file(EVALUATION_TABLE) as path:
             write_table(path, rows, schema=EVALUATION_SCHEMA)

@@ -2,10 +2,12 @@
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tasks.eagle3.model_files import check_stamps
 from tasks.eagle3.verifier import read_facts
 from tasks.engines.loading import load_verifier_model
 from tasks.engines.remote_code import admit
@@ -46,3 +48,8 @@ def load_model(
         trust_remote_code=trust_remote_code,
     )
     return model
+
+
+def check_unchanged(request: dict[str, Any]) -> None:
+    """Raise VerifierError when the model's files are not those that the run began with: ask before publishing."""
+    check_stamps(Path(request["directory"]), request["files"])

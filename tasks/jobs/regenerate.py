@@ -13,7 +13,7 @@ from tasks.child import ProgressCallback
 from tasks.eagle3.chat import prompt_tokens
 from tasks.eagle3.conversations import conversation_id, prompts_of
 from tasks.engines.transformers import greedy_generate
-from tasks.jobs.models import load_model, load_tokenizer, pad_token_id
+from tasks.jobs.models import check_unchanged, load_model, load_tokenizer, pad_token_id
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
                 "messages": json.dumps(messages, ensure_ascii=False, sort_keys=True),
             }
         )
+    check_unchanged(request)
     with artifacts.write(store, wanted) as writer:
         with writer.file(CONVERSATIONS_TABLE) as path:
             write_table(path, rows, schema=CONVERSATIONS_SCHEMA)

@@ -11,7 +11,7 @@ from storage.store import Store
 from storage.tables import SAMPLES_SCHEMA, read_table, write_table
 from tasks.child import ProgressCallback
 from tasks.eagle3.chat import ChatRejected, sample_id, show_supervision, tokenize_chat
-from tasks.jobs.models import load_tokenizer
+from tasks.jobs.models import check_unchanged, load_tokenizer
 
 SHOWN_SAMPLES = 3
 
@@ -56,6 +56,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         show_supervision(tokenizer, row["input_ids"], row["loss_mask"])
         for row in rows[:SHOWN_SAMPLES]
     ]
+    check_unchanged(request)
     with artifacts.write(store, wanted) as writer:
         with writer.file(SAMPLES_TABLE) as path:
             write_table(path, rows, schema=SAMPLES_SCHEMA)

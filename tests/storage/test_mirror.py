@@ -199,3 +199,12 @@ def test_any_range_of_a_remote_file_is_read(store: Store) -> None:
     assert files.read("a.json", 8) == b"file"
     assert files.read("a.json", 8, 1000) == b"file"
     assert files.read("a.json", 12, 20) == b""
+
+
+def test_a_snapshot_that_lost_a_link_is_mended(store: Store, tmp_path: Path) -> None:
+    url = fill(store)
+    directory = fetch(url, tmp_path)
+    (directory / "a.json").unlink()
+
+    assert fetch(url, tmp_path) == directory
+    assert contents(directory) == {"a.json": SMALL, "b.bin": LARGE}

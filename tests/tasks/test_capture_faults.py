@@ -1,5 +1,6 @@
 """Faults planted in a capture, with norm weights from U(0.5, 2): the canary has to stop each of them."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tasks.eagle3.head import VerifierHead, read_head
+from tasks.eagle3.head_transform import HeadTransform
 from tasks.eagle3.hidden_states import CanaryError, find_decoder
 from tasks.eagle3.verifier import read_facts
 from tasks.engines.transformers import CapturedStates, CaptureEngine
@@ -34,6 +36,7 @@ def test_a_right_capture_passes_with_its_score(
     score = check_shard(model, head, TOKENS, capture(model, LAYER_IDS), LAYER_IDS)
     assert score["argmax_agreement"] >= 0.98
     assert score["positions"] == len(TOKENS[0]) + len(TOKENS[2]) + len(TOKENS[4])
+    assert score["logit_error"] < 0.02
     assert len(score["aux_error"]) == 3
     assert max(score["aux_error"]) < 0.01  # bf16 storage: 8 bits of mantissa
 
@@ -69,3 +72,25 @@ def test_the_head_of_another_verifier_stops_the_capture(
     other = VerifierHead(head.embed, head.norm, head.head.roll(1, dims=0), head.eps)
     with pytest.raises(CanaryError):
         check_shard(model, other, TOKENS, capture(model, LAYER_IDS), LAYER_IDS)
+
+
+@pytest.mark.parametrize(
+    ("transform", "eps"),
+    [
+        (HeadTransform(logit_scale=0.125), None),
+        (HeadTransform(logit_scale=1.5), None),
+        (HeadTransform(logit_softcap=2.0), None),
+        (HeadTransform(logit_scale=float("nan")), None),
+        (HeadTransform(), 50.0),
+    ],
+    ids=["scaled down", "scaled up", "capped", "no number", "epsilon"],
+)
+def test_a_transform_that_the_verifier_does_not_make_stops_the_capture_though_no_token_changes(
+    verifier: tuple[PreTrainedModel, VerifierHead], transform: HeadTransform, eps: float | None
+) -> None:
+    model, head = verifier
+    wrong = dataclasses.replace(head, transform=transform, eps=eps or head.eps)
+    with pytest.raises(
+        CanaryError, match=r"a scale or cap of the logits|chooses the verifier's token"
+    ):
+        check_shard(model, wrong, TOKENS, capture(model, LAYER_IDS), LAYER_IDS)

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.cli import main
-from tests.tiny_runs import STAGES, manifests, write_settings
+from tests.tiny_runs import ROOT, STAGES, manifests, write_settings
 
 
 @pytest.fixture
@@ -216,3 +218,13 @@ def test_a_report_that_cannot_be_written_says_where_and_how_to_go_on(tiny, tmp_p
         f"outrider: the page cannot be written to {target} (No such file or directory); "
         "name another file by --output\n"
     )
+
+
+def test_a_closed_stdout_is_no_failure(tiny):
+    command = f'"{sys.executable}" -m flows.cli status --store "{tiny.store}" >&-'
+
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")

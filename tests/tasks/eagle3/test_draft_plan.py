@@ -253,3 +253,29 @@ def test_settings_that_the_file_decides_are_refused_beside_it(name: str, value: 
 def test_settings_come_back_from_a_form_that_fills_in_the_defaults() -> None:
     settings = DraftSettings(config="d.json")
     assert DraftSettings.model_validate(settings.model_dump(mode="json")) == settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"intermediate_size": 10**12}, "intermediate_size"),
+        ({"head_dim": 10**6}, r"num_attention_heads \* head_dim"),
+        ({"initializer_range": 1.5}, "initializer_range"),
+        ({"initializer_range": -1.0}, "initializer_range"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -5.0}}, "rope_theta"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}},
+            "rope factor",
+        ),
+    ],
+)
+def test_numbers_that_no_layer_can_have_are_refused_before_anything_runs(
+    tmp_path: Path, changes: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is .*, which no draft can have"):
+        plan(write(tmp_path / "draft.json", LAYER | changes))
+
+
+def test_a_width_out_of_all_proportion_is_refused_in_the_settings_too() -> None:
+    with pytest.raises(ValueError, match=r"intermediate_size is 100000000000000, which no draft"):
+        plan_draft(DraftSettings(intermediate_size=10**14), TEXT_CONFIG)

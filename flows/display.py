@@ -51,8 +51,10 @@ class _BarsHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         done: Done = record.__dict__["progress"]
         if done.stage not in self._ids:
-            self._ids[done.stage] = self._bars.add_task(done.stage, total=done.total, speed="")
-        speed = f"{done.speed} {done.note}"
+            self._ids[done.stage] = self._bars.add_task(
+                done.stage, total=done.total, completed=int(done.done), speed=""
+            )
+        speed = f"{done.speed} {done.note}".strip()
         bar = self._ids[done.stage]
         self._bars.update(bar, completed=done.done, total=done.total, speed=speed)
         if done.done >= done.total:

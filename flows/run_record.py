@@ -12,6 +12,7 @@ from prefect import Task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from flows.settings import PipelineSettings
+from flows.stage_page import describe_stage
 from storage.layout import run_record
 from storage.store import Store
 from tasks.stage import StageResult
@@ -79,7 +80,7 @@ class RunRecord:
         )
         create_markdown_artifact(
             key=f"stage-{name.replace('_', '-')}",
-            markdown=describe_stage(name, entry, result),
+            markdown=describe_stage(self._store, name, entry, result),
             description=f"{name}: {state}",
         )
         return result
@@ -123,16 +124,3 @@ class RunRecord:
 def new_run_id() -> str:
     """Return an id that sorts by time."""
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
-
-
-def describe_stage(name: str, entry: dict[str, Any], result: StageResult) -> str:
-    """Return what a stage made, as Markdown."""
-    lines = [f"## {name}: {entry['state']}", "", f"{result.rows:,} rows, key `{result.key}`", ""]
-    for part in result.parts[:20]:
-        facts = {k: v for k, v in part.facts.items() if k != "shown"}
-        lines += [f"`{part.path}`", "", "| | |", "|---|---|"]
-        lines += [f"| {key} | {value} |" for key, value in facts.items()] + [""]
-        lines += [f"```text\n{text}\n```\n" for text in part.facts.get("shown", [])]
-    if len(result.parts) > 20:
-        lines.append(f"... and {len(result.parts) - 20} more parts")
-    return "\n".join(lines)

@@ -23,6 +23,7 @@ from tasks.collect import collect
 from tasks.eagle3.draft_plan import plan_draft
 from tasks.evaluate import check_prompts, evaluate
 from tasks.export import export
+from tasks.fit_batch import fit_batch, needs_fitting, settle_batch
 from tasks.load_verifier import load_verifier, open_verifier
 from tasks.map_vocab import check_draft_size, map_vocab
 from tasks.regenerate import regenerate
@@ -30,6 +31,7 @@ from tasks.split import split
 from tasks.tokenize_chats import tokenize_chats
 from tasks.train import check_budget, train
 from tasks.verifier_sources import find_model
+from tasks.warm_start import warm_start
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,12 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
     draft = plan_draft(settings.draft, verifier.facts.text_config)
     layer_ids = settings.capture.layer_ids(verifier.facts.num_hidden_layers)
 
+    initial = None
+    if settings.train.init is not None:
+        initial = run.stage(
+            warm_start, store, layer_ids, source=settings.train.init, verifier=verifier, draft=draft
+        )
+
     conversations = run.stage(collect, store, settings.data)
     if settings.data.regenerate:
         conversations = run.stage(regenerate, store, conversations, verifier, settings.regenerate)
@@ -102,7 +110,19 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
     sides = run.stage(split, store, conversations, settings.split)
     vocab = run.stage(map_vocab, store, samples, sides, verifier, settings.vocab)
     check_prompts(sides, verifier, settings.evaluate)
-    check_budget(samples, settings.train)
+    fitted = None
+    if needs_fitting(settings.train):
+        fitted = run.stage(
+            fit_batch,
+            store,
+            layer_ids,
+            vocab=vocab,
+            verifier=verifier,
+            draft=draft,
+            settings=settings.train,
+        )
+    training = settle_batch(settings.train, fitted)
+    check_budget(samples, training)
 
     run.begin("capture")
     plan = plan_capture(store, samples, verifier, settings.capture)
@@ -119,7 +139,8 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
         vocab=vocab,
         verifier=verifier,
         draft=draft,
-        settings=settings.train,
+        settings=training,
+        initial=initial,
     )
     evaluation = run.stage(
         evaluate,
@@ -133,6 +154,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
         draft=draft,
         seed=settings.train.seed,
         settings=settings.evaluate,
+        initial=initial,
     )
     exported = run.stage(
         export,

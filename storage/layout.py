@@ -8,6 +8,7 @@ checkpoints/<train key>/best/step-<n>/...        best weights, which many checkp
 checkpoints/<train key>/metrics/entries-<a>-<b>/ metrics [a, b) of the past, which all later ones share
 drafts/<verifier>/current.json                   which draft is in service
 run_records/<run>.json                           what each run did
+<tracker>/<train key>/...                        what a tracker such as tensorboard keeps on this disk
 """
 
 import re
@@ -22,6 +23,10 @@ STATES = "states"
 CAPTURE_PLAN = "capture_plan"
 SPLIT = "split"
 VOCAB_MAP = "vocab_map"
+WARM_START = "warm_start"
+"""Tensors of an earlier draft that a training starts from."""
+BATCH_SIZES = "batch_sizes"
+"""How large a batch of a training can be."""
 CHECKPOINTS = "checkpoints"
 REFERENCE = "reference"
 """Greedy texts of the verifier alone, which every draft's texts must equal."""
@@ -52,7 +57,7 @@ STATE_FILE = "state.json"
 ENTRIES_FILE = "entries.json"
 
 STAGE_DIRECTORIES = (
-    VERIFIER, CONVERSATIONS, REGENERATED, SAMPLES, STATES, SPLIT, VOCAB_MAP, CHECKPOINTS,
+    VERIFIER, WARM_START, CONVERSATIONS, REGENERATED, SAMPLES, SPLIT, VOCAB_MAP, BATCH_SIZES, STATES, CHECKPOINTS,
     EVALUATION, SPECULATOR,
 )  # fmt: skip
 """Directories that hold artifacts, in the order of the pipeline."""

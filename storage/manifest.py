@@ -76,6 +76,8 @@ class FileEntry(BaseModel):
     """Relative to the artifact's directory."""
     bytes: NonNegativeInt
     xxh3: str = Field(pattern=r"^[0-9a-f]{32}$")
+    in_content: bool = True
+    """Whether later stages depend on it; False for what tells of the making, such as times."""
 
     @model_validator(mode="after")
     def _stays_inside(self) -> "FileEntry":
@@ -87,7 +89,9 @@ class FileEntry(BaseModel):
 
 def content_digest(*, stage: str, version: int, files: Mapping[str, FileEntry], rows: int) -> str:
     """SHA-256 over what the artifact holds, without where, when and by what it was made."""
-    listed = [[name, entry.bytes, entry.xxh3] for name, entry in sorted(files.items())]
+    listed = [
+        [name, entry.bytes, entry.xxh3] for name, entry in sorted(files.items()) if entry.in_content
+    ]
     return canonical_digest([stage, version, listed, rows])
 
 

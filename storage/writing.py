@@ -69,8 +69,11 @@ class Writer:
         return f"{self.identity.path}/{self.attempt}"
 
     @contextmanager
-    def file(self, name: str) -> Iterator[Path]:
+    def file(self, name: str, *, in_content: bool = True) -> Iterator[Path]:
         """A local path to write one file to; digested and stored at the end of the block.
+
+        One that is not `in_content` may differ from one making to the next: later stages do not
+        depend on it.
 
         Raises:
             ValueError: `name` is no plain name (one "/" is allowed), or was written before.
@@ -84,7 +87,10 @@ class Writer:
         with self.store.writing(f"{self.attempt_path}/{name}") as path:
             yield path
             entry = FileEntry(
-                path=f"{self.attempt}/{name}", bytes=path.stat().st_size, xxh3=digest_file(path)
+                path=f"{self.attempt}/{name}",
+                bytes=path.stat().st_size,
+                xxh3=digest_file(path),
+                in_content=in_content,
             )
         self._files[name] = entry
 

@@ -84,17 +84,17 @@ def evaluate(
     draft: DraftPlan,
     seed: int,
     settings: EvaluateSettings,
+    initial: StageResult | None = None,
 ) -> StageResult:
-    """Decode held-out prompts by the verifier alone, with the untrained draft, and with the trained one.
+    """Decode held-out prompts by the verifier alone, with the draft before training, and with the trained one.
+
+    Before training it has the tensors of `initial`, else random ones.
 
     The parts of the result are these three: reference, before, after. The texts have to be equal.
     """
     dtype = decoding_dtype(settings.dtype, settings.device)
     settings = settings.model_copy(update={"dtype": dtype})
-    drafts: dict[str, dict[str, Any]] = {
-        "before": {"seed": seed, "weights": None},
-        "after": {"seed": seed, "weights": trained.parts[0].path},
-    }
+    drafts = {"before": initial, "after": trained}
     prompts = {"conversations": conversations.content, "split": split.content}
     reference = Identity(
         stage=REFERENCE,
@@ -112,6 +112,7 @@ def evaluate(
     }
     wanted, requests = [reference], [{**common, "name": "reference", "draft": None}]
     for name, weights in drafts.items():
+        path = weights.parts[0].path if weights is not None else None
         wanted.append(
             Identity(
                 stage=EVALUATION,
@@ -126,7 +127,7 @@ def evaluate(
                     **prompts,
                     "verifier": verifier.identity,
                     "vocab_map": vocab.content,
-                    "draft": trained.content if weights["weights"] else "untrained",
+                    "draft": weights.content if weights is not None else "untrained",
                 },
             )
         )
@@ -134,7 +135,8 @@ def evaluate(
             {
                 **common,
                 "name": name,
-                "draft": draft_parts(verifier, vocab, layer_ids, draft) | weights,
+                "draft": draft_parts(verifier, vocab, layer_ids, draft)
+                | {"seed": seed, "weights": path},
                 "reference": reference.path,
             }
         )

@@ -37,27 +37,33 @@ class Progress:
 
     @property
     def speed(self) -> str:
-        """The mean speed as text; slow work with a decimal."""
+        """The mean speed as text, slow work with a decimal; empty before there is one."""
+        if self.per_second <= 0:
+            return ""
         digits = 0 if self.per_second >= 20 else 1
         return f"{self.per_second:,.{digits}f} {self.unit}/s"
 
     def __str__(self) -> str:
         """One line for a log."""
         share = 100 * self.done / self.total if self.total else 100
-        eta = "" if self.eta_seconds is None else f", {self.eta_seconds:.0f} s to go"
+        eta = self.eta_seconds
+        pace = "" if eta is None else f", {self.speed}, {eta:.0f} s to go"
         note = f" ({self.note})" if self.note else ""
         return (
             f"{self.stage}: {self.done:,.0f} of {self.total:,.0f} {self.unit} "
-            f"({share:.0f} %), {self.speed}{eta}{note}"
+            f"({share:.0f} %){pace}{note}"
         )
 
 
 class ProgressMeter:
-    """Counts the units of one stage and logs its progress; safe to call from any thread, as often as work is done."""
+    """Counts the units of one stage and logs its progress; safe to call from any thread, as often as work is done.
 
-    def __init__(self, stage: str, total: float, unit: str) -> None:
+    `done` units were there before it began: they count as done, and not for the speed.
+    """
+
+    def __init__(self, stage: str, total: float, unit: str, *, done: float = 0.0) -> None:
         self._stage, self._total, self._unit = stage, total, unit
-        self._done = 0.0
+        self._before = self._done = done
         self._lock = threading.Lock()
         self._started = self._last_bar = self._last_log = time.monotonic()
 
@@ -93,7 +99,7 @@ class ProgressMeter:
             done=done,
             total=self._total,
             unit=self._unit,
-            per_second=done / max(now - self._started, 1e-9),
+            per_second=(done - self._before) / max(now - self._started, 1e-9),
             note=note,
         )
         live.info("%s", progress, extra={"progress": progress})

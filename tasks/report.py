@@ -1,6 +1,5 @@
 """One self-contained HTML page about a run: settings, stages, data, loss, acceptance, samples in color."""
 
-import html
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,15 @@ import jinja2
 
 from storage import artifacts
 from storage.artifacts import ArtifactError
-from storage.layout import EVALUATION_TABLE, METRICS_TABLE
+from storage.layout import EVALUATION_TABLE
 from storage.manifest import Manifest
 from storage.store import Store
 from storage.tables import read_table
+from tasks.plots import Plot, line_plot
+from tasks.training_history import accuracy_names, curve, epochs_of, read_history
 
-WIDTH, HEIGHT, MARGIN = 640, 220, 36
+SHOWN_EPOCHS = 50
+"""Of longer trainings the last ones; the curves show all."""
 
 
 def write_report(store_url: str, record: dict[str, Any], target: Path) -> None:
@@ -24,6 +26,8 @@ def write_report(store_url: str, record: dict[str, Any], target: Path) -> None:
         name: [_peek(store, path) for path in entry["parts"]]
         for name, entry in record["stages"].items()
     }
+    trained = next(iter(parts.get("train", [])), None)
+    history = [] if trained is None else read_history(store, trained)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
     )
@@ -32,7 +36,14 @@ def write_report(store_url: str, record: dict[str, Any], target: Path) -> None:
         settings=json.dumps(record["settings"], indent=2),
         facts={name: [m.facts for m in found if m is not None] for name, found in parts.items()},
         shown=[text for m in parts.get("tokenize_chats", []) if m for text in m.facts["shown"]],
-        loss=_loss_plot(store, parts.get("train", [])),
+        loss=line_plot(
+            {
+                "train loss": curve(history, "loss", validation=False),
+                "validation loss": curve(history, "loss", validation=True),
+            }
+        ),
+        accuracy=_accuracy_plot(history),
+        epochs=epochs_of(history)[-SHOWN_EPOCHS:],
         acceptance=_acceptance_plot(record),
         texts=_colored_texts(store, parts.get("evaluate", [])),
     )
@@ -62,38 +73,18 @@ def _rows(store: Store, manifest: Manifest | None, name: str) -> list[dict[str, 
         return []
 
 
-def _loss_plot(store: Store, trained: list[Manifest | None]) -> str:
-    rows = _rows(store, trained[0] if trained else None, METRICS_TABLE)
-    series = {
-        "train loss": [(r["step"], r["loss"]) for r in rows if not r["validation"]],
-        "validation loss": [(r["step"], r["loss"]) for r in rows if r["validation"]],
-    }
-    return line_plot({name: points for name, points in series.items() if points})
-
-
-def line_plot(series: dict[str, list[tuple[float, float]]]) -> str:
-    """Return an SVG of up to four lines; an empty text without points."""
-    points = [point for line in series.values() for point in line]
-    if not points:
-        return ""
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = 0.0, max(y for _, y in points) or 1.0
-    colors = ("#2266cc", "#cc5522", "#228844", "#884499")
-    body = []
-    for color, (name, line) in zip(colors, series.items(), strict=False):
-        path = " ".join(
-            f"{_scale(x, left, right, MARGIN, WIDTH - 8):.1f},{_scale(y, low, high, HEIGHT - MARGIN, 8):.1f}"
-            for x, y in line
-        )
-        body.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        place = 16 + 16 * len(body) // 2
-        body.append(
-            f'<text x="{WIDTH - 150}" y="{place}" fill="{color}">{html.escape(name)}</text>'
-        )
-    body.append(f'<text x="2" y="16">{high:.2f}</text><text x="2" y="{HEIGHT - MARGIN}">0</text>')
-    body.append(f'<text x="{MARGIN}" y="{HEIGHT - 8}">step {left:.0f}</text>')
-    body.append(f'<text x="{WIDTH - 80}" y="{HEIGHT - 8}">step {right:.0f}</text>')
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(body)}</svg>'
+def _accuracy_plot(history: list[dict[str, float | None]]) -> Plot | None:
+    names = accuracy_names(history)
+    return line_plot(
+        {
+            f"token {i + 1}, train": curve(history, name, validation=False)
+            for i, name in enumerate(names)
+        },
+        dashed={
+            f"token {i + 1}, validation": curve(history, name, validation=True)
+            for i, name in enumerate(names)
+        },
+    )
 
 
 def _acceptance_plot(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -129,7 +120,3 @@ def accepted_tokens(accepted_per_round: list[int], tokens: int) -> list[bool]:
     for accepted in accepted_per_round:
         marks += [True] * accepted + [False]
     return (marks + [False] * tokens)[:tokens]
-
-
-def _scale(value: float, low: float, high: float, start: float, stop: float) -> float:
-    return start if high == low else start + (value - low) / (high - low) * (stop - start)

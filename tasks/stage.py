@@ -142,7 +142,9 @@ def _progress_to_log() -> ProgressCallback:
     def show(message: dict[str, Any]) -> None:
         stage = message["stage"]
         if stage not in meters:
-            meters[stage] = ProgressMeter(stage, message["total"], message["unit"])
+            meters[stage] = ProgressMeter(
+                stage, message["total"], message["unit"], done=message["done"]
+            )
         meters[stage].set(message["done"], message.get("note", ""))
 
     return show

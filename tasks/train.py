@@ -18,9 +18,9 @@ MODULE = "tasks.jobs.train"
 def check_budget(samples: StageResult, settings: TrainSettings) -> None:
     """Raise ValueError when the longest sample exceeds a batch: known before anything is captured."""
     longest = max(part.facts["longest_tokens"] for part in samples.parts)
-    if min(longest, settings.max_tokens) > settings.tokens_per_batch:
+    if min(longest, settings.max_tokens) > settings.batch_tokens:
         raise ValueError(
-            f"train.tokens_per_batch {settings.tokens_per_batch} is less than the longest sample of {longest} "
+            f"train.tokens_per_batch {settings.batch_tokens} is less than the longest sample of {longest} "
             f"tokens; raise it, or lower train.max_tokens {settings.max_tokens} or tokenize.max_tokens"
         )
 
@@ -37,8 +37,12 @@ def train(
     verifier: Verifier,
     draft: DraftPlan,
     settings: TrainSettings,
+    initial: StageResult | None = None,
 ) -> StageResult:
-    """Train the draft in a child process; a killed training goes on at its last checkpoint."""
+    """Train the draft in a child process; a killed training goes on at its last checkpoint.
+
+    It starts from the tensors of `initial`, else from random ones.
+    """
     precision = training_precision(settings.precision, settings.device)
     settings = settings.model_copy(update={"precision": precision})
     wanted = Identity(
@@ -55,6 +59,7 @@ def train(
             "split": split.content,
             "vocab_map": vocab.content,
             "verifier": verifier.manifest.content,
+            **({"initial": initial.content} if initial is not None else {}),
         },
     )
     request = {
@@ -62,6 +67,7 @@ def train(
         "samples": [part.path for part in samples.parts],
         "split": split.parts[0].path,
         "draft_parts": draft_parts(verifier, vocab, layer_ids, draft),
+        "initial": initial.parts[0].path if initial is not None else None,
         "settings": settings.model_dump(mode="json"),
     }
     return build_parts(store, [wanted], MODULE, requests=[request])

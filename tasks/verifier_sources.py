@@ -75,7 +75,7 @@ def find_model(settings: VerifierSettings) -> Path:
         return files.path
     names = needed_files(files, code=settings.trust_remote_code)
     if "://" in settings.model:
-        return _mirror(files, names)
+        return mirror_files(files, names)
     return _fetch_from_hub(settings, files, names)
 
 
@@ -162,7 +162,8 @@ def _open_url(url: str) -> RemoteFiles:
         ) from error
 
 
-def _mirror(files: RemoteFiles, names: Sequence[str]) -> Path:
+def mirror_files(files: RemoteFiles, names: Sequence[str]) -> Path:
+    """Return a local directory with these files of a remote one, copied into this machine's cache once."""
     mirror = Mirror(files, names, root=cache_directory() / MIRRORS)
     return mirror.fetch(count_bytes("copy model", mirror.missing_bytes))
 

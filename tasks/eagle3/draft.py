@@ -32,6 +32,7 @@ __all__ = [
     "load_speculator",
     "save_speculator",
     "trainable_parameters",
+    "trainable_shapes",
 ]
 
 LOSS_NAMES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
@@ -109,13 +110,15 @@ def build_draft(
     seed: int,
     logit_scale: float = 1.0,
     device: torch.device | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Eagle3DraftModel:
-    """A draft around the verifier's own tensors, its trainable part in fp32 and drawn from `seed`.
+    """A draft around the verifier's own tensors, its trainable part in fp32: `weights` by name, or drawn from `seed`.
 
     `embed` [V, H], `norm` [H] (the final norm), `head` [V, H], `t2d` [V] bool, `d2t` [D] offsets
     (target_id = draft_id + d2t[draft_id]). Both heads are frozen and become one copy of
     `head[t2d] * logit_scale` in fp32; a 16-bit `embed` is kept as it is, and on its own device not copied.
     The draft lies on `device` (default: the CPU). The global random state is left as it was.
+    Raises ValueError when tensors, vocabulary map or weights are not those of this config.
     """
     device = device or torch.device("cpu")
     _check_shapes(config, embed=embed, norm=norm, head=head)
@@ -135,18 +138,43 @@ def build_draft(
         _check_finite(name, tensor)
     if model.d2t is not None:
         tensors |= {"t2d": t2d.to(device, torch.bool), "d2t": d2t.to(device, torch.long)}
-    std = config.transformer_layer_config.initializer_range
-    tensors |= _draw(trainable_parameters(model), seed=seed, std=std, device=device)
+    trainable = trainable_parameters(model)
+    if weights is None:
+        std = config.transformer_layer_config.initializer_range
+        tensors |= _draw(trainable, seed=seed, std=std, device=device)
+    else:
+        check_weights(weights, trainable)
+        tensors |= {name: w.to(device, torch.float32) for name, w in weights.items()}
     model.load_state_dict(tensors, assign=True)
     rotary = model.rotary_emb  # its table is no parameter, and was made on the meta device
     model.rotary_emb = type(rotary)(rotary.config).to(device)
     return model
 
 
+def check_weights(weights: Mapping[str, Tensor], trainable: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless `weights` are exactly the trainable tensors, by name and shape."""
+    differing = sorted(weights.keys() ^ trainable.keys())
+    if differing:
+        raise ValueError(f"trained tensors and draft differ: {differing[:4]}")
+    for name, weight in weights.items():
+        if weight.shape != trainable[name].shape:
+            raise ValueError(
+                f"{name} has shape {list(weight.shape)}, the draft's is {list(trainable[name].shape)}; "
+                "the weights are another draft's"
+            )
+
+
 def trainable_parameters(model: Eagle3DraftModel) -> dict[str, torch.nn.Parameter]:
     """Name -> parameter of everything that trains, sorted by name."""
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     return dict(sorted(named.items()))
+
+
+def trainable_shapes(config: Eagle3SpeculatorConfig) -> dict[str, torch.Size]:
+    """Name -> shape of everything that trains in a draft of this config, without making it."""
+    with torch.device("meta"):
+        model = Eagle3DraftModel(config)
+    return {name: value.shape for name, value in trainable_parameters(model).items()}
 
 
 def save_speculator(

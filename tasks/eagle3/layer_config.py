@@ -15,6 +15,9 @@ from tasks.eagle3.verifier_config import norm_eps
 LayerConfig = dict[str, Any]
 """Values of a LlamaConfig or Qwen3Config; `model_type` says which."""
 
+NORM_OPTIONS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
+"""What a speculators config.json says of a draft's norms beside its layers; draft settings of the same names."""
+
 LAYER_TYPES = ("llama", "qwen3")
 """Decoder layers that EAGLE-3 drafts can have in speculators 0.9 and in vLLM 0.32."""
 
@@ -59,12 +62,18 @@ def derived_layer(text_config: dict[str, Any], settings: DraftSettings) -> Layer
     }
 
 
-def read_layer(path: Path, text_config: dict[str, Any], settings: DraftSettings) -> LayerConfig:
+def read_layer(
+    path: Path,
+    text_config: dict[str, Any],
+    settings: DraftSettings,
+    *,
+    named_by: str = "draft.config",
+) -> LayerConfig:
     """Return the layer that the JSON file describes, checked against the verifier's `text_config`.
 
     The file is a LlamaConfig's or Qwen3Config's, or the config.json of a speculators checkpoint, whose
-    `transformer_layer_config` is taken. Raises ValueError, naming the file, for what is missing, what
-    contradicts the verifier, and what drafts do not have.
+    `transformer_layer_config` is taken. Raises ValueError, naming the file and the setting that named it, for what
+    is missing, what contradicts the verifier, and what drafts do not have.
     """
     try:
         values = _layer_values(_read_object(path), settings)
@@ -81,7 +90,7 @@ def read_layer(path: Path, text_config: dict[str, Any], settings: DraftSettings)
         }
         _check_positions(layer, text_config)
     except ValueError as error:
-        raise ValueError(f"draft.config {path}: {error}") from error
+        raise ValueError(f"{named_by} {path}: {error}") from error
     return layer
 
 
@@ -150,7 +159,7 @@ def _layer_values(values: dict[str, Any], settings: DraftSettings) -> dict[str, 
         return values
     if not isinstance(layer, dict):
         raise ValueError(f"transformer_layer_config is {layer!r}, not an object of config values")
-    for norm in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"):
+    for norm in NORM_OPTIONS:
         wanted = getattr(settings, norm)
         if values.get(norm, wanted) != wanted:
             raise ValueError(

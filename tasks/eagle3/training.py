@@ -3,11 +3,10 @@
 The loop knows no storage: it hands its complete state to `on_checkpoint` and takes it back in `resume`.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from tasks.eagle3.checkpoint_writer import CheckpointWriter, HostCopies
 from tasks.eagle3.draft import Eagle3DraftModel, trainable_parameters
 from tasks.eagle3.figures import Figures, history_entry, means
 from tasks.eagle3.head_transform import PLAIN, HeadTransform
+from tasks.eagle3.noise import add_noise
+from tasks.eagle3.optimizers import Optimizers
 from tasks.eagle3.step_plan import StepPlan
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_state import (
@@ -68,7 +69,7 @@ class Training:
         self._device = next(iter(self.parameters.values())).device
         self._feed = BatchFeed(train, self._device, self._plan)
         self._unread: deque[Figures] = deque()
-        self._optimizer = self._make_optimizer()
+        self._optimizer = Optimizers(self.parameters.values(), settings)
         self._initial = {name: _fingerprint(value) for name, value in self.parameters.items()}
         self._best: dict[str, Tensor] = {}
         self._stored_best_step: int | None = None
@@ -111,6 +112,12 @@ class Training:
         """Time spent waiting for batches so far."""
         return self._feed.waited_seconds
 
+    @property
+    def fill(self) -> float:
+        """Share of tokens_per_batch that the batches of all epochs use."""
+        tokens = sum(self._lengths) * self._settings.epochs
+        return tokens / (self.total_steps * self._settings.batch_tokens)
+
     def state(self) -> TrainingState:
         """Return all that the training is made of now; the tensors are no copies."""
         position = self.position
@@ -140,7 +147,7 @@ class Training:
         """Return loss, per-step accuracies and expected acceptance length on the validation side."""
         planned = plan_batches(
             self._val_lengths,
-            tokens_per_batch=self._settings.tokens_per_batch,
+            tokens_per_batch=self._settings.batch_tokens,
             seed=0,
             epoch=0,
             shuffle=False,
@@ -153,23 +160,10 @@ class Training:
                 sums[name] = sums.get(name, 0.0) + float(value)
         return means(sums)
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        matrices = [value for value in self.parameters.values() if value.dim() > 1]
-        vectors = [value for value in self.parameters.values() if value.dim() <= 1]
-        return torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": self._settings.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=self._settings.lr,
-            betas=(0.9, self._settings.beta2),
-            fused=True,
-        )
-
     def _batches(self, epoch: int) -> list[list[int]]:
         return plan_batches(
             self._lengths,
-            tokens_per_batch=self._settings.tokens_per_batch,
+            tokens_per_batch=self._settings.batch_tokens,
             seed=self._settings.seed,
             epoch=epoch,
         )
@@ -194,18 +188,25 @@ class Training:
             heads=self._heads,
         )
 
+    def _noisy(self, ready: ReadyBatch) -> ReadyBatch:
+        """The batch as it is trained on."""
+        width, place = self._settings.noise, self.position
+        if not width:
+            return ready
+        seed = self._settings.seed
+        aux = add_noise(ready.batch.aux, width, seed=seed, epoch=place.epoch, batch=place.batch)
+        return replace(ready, batch=replace(ready.batch, aux=aux))
+
     def _step(self, ready: ReadyBatch) -> None:
         """Take a step; on a GPU nothing here waits for it, and a step that is no number is skipped there."""
         position = self.position
-        rate = learning_rate(position.step, self.total_steps, self._settings)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        result = self._forward(ready)
+        rate = self._optimizer.set_rates(position.step, self.total_steps)
+        result = self._forward(self._noisy(ready))
         result.loss.backward()  # type: ignore[no-untyped-call]
         loss = result.loss.detach()
         self._copies.before_change()
-        norm = self._update(loss)
-        self._optimizer.zero_grad(set_to_none=True)
+        norm = self._optimizer.step(loss)
+        self._optimizer.zero_grad()
         position.step += 1
         position.tokens += len(ready.batch)
         position.batch += 1
@@ -216,24 +217,6 @@ class Training:
                 known={"lr": rate, "tokens": len(ready.batch)},
             )
         )
-
-    def _update(self, loss: Tensor) -> Tensor:
-        """Clip and step, unless loss or gradient is no number; returns the gradient's norm."""
-        gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        clip = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
-        if self._device.type != "cuda":
-            if not bad:
-                torch._foreach_mul_(gradients, clip)
-                self._optimizer.step()
-            return norm
-        # What a gradient scaler tells a fused optimizer: it divides the gradients and skips the step by itself.
-        amp: Any = self._optimizer
-        amp.grad_scale, amp.found_inf = 1.0 / clip, bad.float()
-        self._optimizer.step()
-        del amp.grad_scale, amp.found_inf
-        return norm
 
     def _read_figures(self, *, but: int) -> None:
         """Write down what the steps gave, all but the last ones, which a GPU may still be busy with."""
@@ -290,7 +273,7 @@ class Training:
     def _note(self) -> str:
         if not self.position.history:
             return f"epoch {self.position.epoch + 1}"
-        last = self.position.history[-1]
+        last = next(row for row in reversed(self.position.history) if not row["validation"])
         loss, accuracy = last["loss"], last["full_acc_0"]
         if loss is None or accuracy is None:
             return f"epoch {self.position.epoch + 1}, the last step was not finite and not taken"
@@ -304,16 +287,3 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     wide = {"dtype": torch.float64}
     kept = tensor.detach()
     return torch.stack([kept.sum(**wide), torch.linalg.vector_norm(kept, **wide)])
-
-
-def learning_rate(step: int, total_steps: int, settings: TrainSettings) -> float:
-    """Return the rate of optimizer step `step` (from 0): linear warm-up, then the schedule down to zero."""
-    warmup = math.ceil(settings.warmup_ratio * total_steps)
-    if step < warmup:
-        return settings.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, total_steps - warmup)
-    if settings.schedule == "constant":
-        return settings.lr
-    if settings.schedule == "linear":
-        return settings.lr * (1 - done)
-    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))

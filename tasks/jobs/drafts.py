@@ -11,7 +11,7 @@ from storage import artifacts
 from storage.arrays import read_arrays
 from storage.layout import DRAFT_FILE, VOCAB_FILE
 from storage.store import Store
-from tasks.eagle3.draft import Eagle3DraftModel, build_draft, draft_config, trainable_parameters
+from tasks.eagle3.draft import Eagle3DraftModel, build_draft, draft_config
 from tasks.eagle3.draft_plan import DraftPlan
 from tasks.jobs.verifiers import open_facts, open_head
 
@@ -26,8 +26,9 @@ def make_draft(
     device: torch.device = CPU,
     draft_tokens: int = 3,
     verifier_path: str | None = None,
+    weights: dict[str, Tensor] | None = None,
 ) -> Eagle3DraftModel:
-    """Build the untrained draft of `tasks.train.draft_parts`, its trainable part drawn from `seed`."""
+    """Build the draft of `tasks.train.draft_parts`, its trainable part from `weights` or else drawn from `seed`."""
     verifier = artifacts.require(store, parts["verifier"])
     facts, head = open_facts(store, verifier), open_head(store, verifier)
     with artifacts.open_file(store, artifacts.require(store, parts["vocab_map"]), VOCAB_FILE) as p:
@@ -53,6 +54,7 @@ def make_draft(
         d2t=torch.from_numpy(vocab["d2t"]),
         seed=seed,
         device=device,
+        weights=weights,
     )
 
 
@@ -60,14 +62,3 @@ def trained_weights(store: Store, path: str) -> dict[str, Tensor]:
     """Return the trained tensors (fp32, by name) of a published training."""
     with artifacts.open_file(store, artifacts.require(store, path), DRAFT_FILE) as local:
         return load_file(local)
-
-
-def load_weights(draft: Eagle3DraftModel, weights: dict[str, Tensor]) -> None:
-    """Put trained tensors into a draft; ValueError when they are not exactly its trainable ones."""
-    parameters = trainable_parameters(draft)
-    if weights.keys() != parameters.keys():
-        differing = sorted(weights.keys() ^ parameters.keys())
-        raise ValueError(f"trained tensors and draft differ: {differing[:4]}")
-    with torch.no_grad():
-        for name, value in parameters.items():
-            value.copy_(weights[name])

@@ -21,7 +21,7 @@ from tasks.eagle3.chat import prompt_tokens
 from tasks.eagle3.conversations import prompts_of
 from tasks.eagle3.speculative import speculative_greedy
 from tasks.engines.transformers import greedy_generate
-from tasks.jobs.drafts import load_weights, make_draft, trained_weights
+from tasks.jobs.drafts import make_draft, trained_weights
 from tasks.jobs.models import load_model, load_tokenizer, pad_token_id
 
 logger = logging.getLogger(__name__)
@@ -157,9 +157,8 @@ def _speculate(
 ) -> tuple[list[list[int]], list[list[int]], dict[str, Any]]:
     """Decode by verifier and draft; returns texts, accepted tokens per round, and the facts."""
     settings, parts = request["settings"], request["draft"]
-    draft = make_draft(store, parts, seed=parts["seed"], device=model.device)
-    if parts["weights"] is not None:
-        load_weights(draft, trained_weights(store, parts["weights"]))
+    weights = None if parts["weights"] is None else trained_weights(store, parts["weights"])
+    draft = make_draft(store, parts, seed=parts["seed"], device=model.device, weights=weights)
     decoded = speculative_greedy(
         model,
         draft,

@@ -1,7 +1,5 @@
 """Job of export: write the speculator, load it by speculators itself, compare, then publish."""
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from storage.store import Store
 from tasks.child import ProgressCallback
 from tasks.eagle3.draft import Eagle3DraftModel, load_speculator, save_speculator
 from tasks.engines.remote_code import admit
-from tasks.jobs.drafts import load_weights, make_draft, trained_weights
+from tasks.jobs.drafts import make_draft, trained_weights
 from tasks.jobs.verifiers import open_facts
 
 FROM_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
@@ -35,27 +33,24 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
         seed=parts["seed"],
         draft_tokens=request["draft_tokens"],
         verifier_path=parts["directory"],
+        weights=trained_weights(store, parts["weights"]),
     )
-    load_weights(draft, trained_weights(store, parts["weights"]))
     plain = open_facts(store, artifacts.require(store, parts["verifier"])).transform.plain
     dtype = getattr(torch, request["dtype"])
-    with artifacts.write(store, wanted) as writer, tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch)
-        save_speculator(draft, directory, dtype=dtype)
-        compared = compare(draft, load_speculator(directory), dtype=dtype, plain_head=plain)
-        if request["verifier_path"] != parts["directory"]:
-            draft.config.speculators_config.verifier.name_or_path = request["verifier_path"]
-            draft.config.save_pretrained(directory)
-        files = sorted(path for path in directory.iterdir() if path.is_file())
-        for file in files:
-            with writer.file(file.name) as path:
-                shutil.copyfile(file, path)
+    with artifacts.write(store, wanted) as writer:
+        with writer.directory() as directory:
+            save_speculator(draft, directory, dtype=dtype)
+            compared = compare(draft, load_speculator(directory), dtype=dtype, plain_head=plain)
+            if request["verifier_path"] != parts["directory"]:
+                draft.config.speculators_config.verifier.name_or_path = request["verifier_path"]
+                draft.config.save_pretrained(directory)
+            size = sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
         writer.publish(
             rows=compared,
             facts={
                 "tensors": compared,
                 "dtype": request["dtype"],
-                "bytes": sum(file.stat().st_size for file in files),
+                "bytes": size,
                 "verifier": request["verifier_path"],
             },
         )

@@ -16,13 +16,16 @@ from storage.related_trainings import related_trainings
 from storage.store import Store
 from storage.tables import write_metrics
 from tasks.child import ProgressCallback
+from tasks.eagle3.optimizers import warmup_steps
 from tasks.eagle3.training import Training
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_state import Position, TrainingState
-from tasks.jobs.drafts import make_draft
+from tasks.jobs.drafts import make_draft, trained_weights
 from tasks.jobs.models import resolve_device
 from tasks.jobs.samples import open_samples
+from tasks.jobs.training_watch import TrainingWatch
 from tasks.jobs.verifiers import open_facts
+from tasks.trackers import Tracking, tracker_directory
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +35,11 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings = TrainSettings.model_validate(request["settings"])
     device = resolve_device(settings.device)
-    draft = make_draft(store, request["draft_parts"], seed=settings.seed, device=device)
+    initial = request["initial"]
+    weights = None if initial is None else trained_weights(store, initial)
+    draft = make_draft(
+        store, request["draft_parts"], seed=settings.seed, device=device, weights=weights
+    )
     verifier = artifacts.require(store, request["draft_parts"]["verifier"])
     checkpoints = Checkpoints(store, wanted)
     checkpoint = checkpoints.load_latest(on_bad=settings.on_bad_checkpoint)
@@ -52,17 +59,22 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         )
         if checkpoint is not None:
             training.resume(_to_state(checkpoint))
-        _summarize(training, sides, resumed=checkpoint is not None, precision=settings.precision)
-        del checkpoint  # its tensors are the training's now
+            del checkpoint  # its tensors are the training's now
+        _summarize(training, sides, settings, warm=request["initial"] is not None)
+        tracking = Tracking(
+            settings.tracker,
+            directory=tracker_directory(store, settings.tracker),
+            key=wanted.key,
+            settings=settings.identity(),
+            history=training.position.history,
+        )
+        stack.callback(tracking.close)
         started, first_step = time.monotonic(), training.position.step
-
-        def show(step: int, total: int, note: str) -> None:
-            progress(
-                {"stage": "train", "done": step, "total": total, "unit": "steps", "note": note}
-            )
+        watch = TrainingWatch(training, tracking, progress)
 
         save = checkpoint_saver(checkpoints, keep=settings.keep_checkpoints)
-        best = training.run(on_checkpoint=save, on_step=show)
+        best = training.run(on_checkpoint=save, on_step=watch.on_step)
+        watch.look()
         seconds = time.monotonic() - started
     position = training.position
     unmoved = training.unmoved()
@@ -75,17 +87,20 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in draft.parameters()),
         "trainable": sum(p.numel() for p in training.parameters.values()),
         "precision": settings.precision,
+        "tokens_per_batch": settings.batch_tokens,
+        "batch_fill": round(training.fill, 4),
         "best_epoch": position.best_epoch + 1,
         "best_validation_acceptance_length": position.best_score if len(sides["val"]) else None,
         "last_loss": position.history[-1]["loss"],
         "nonfinite_steps": position.nonfinite_steps,
         "unmoved": unmoved,
         "seconds_per_step": round(seconds / steps, 4) if steps else None,
+        "seconds_waiting_for_data": round(training.waited_seconds, 3),
     }
     with artifacts.write(store, wanted) as writer:
         with writer.file(DRAFT_FILE) as path:
             save_file({name: value.cpu().contiguous() for name, value in best.items()}, path)
-        with writer.file(METRICS_TABLE) as path:
+        with writer.file(METRICS_TABLE, in_content=False) as path:  # it holds times
             write_metrics(path, position.history)
         writer.publish(rows=position.step, facts=facts)
     checkpoints.prune(keep=1)
@@ -134,18 +149,34 @@ def _explain_new_start(store: Store, wanted: Identity) -> None:
         )
 
 
-def _summarize(training: Training, sides: dict[str, Any], *, resumed: bool, precision: str) -> None:
+def _summarize(
+    training: Training, sides: dict[str, Any], settings: TrainSettings, *, warm: bool
+) -> None:
+    """Say what is going to be trained, before the first step."""
     trainable = sum(value.numel() for value in training.parameters.values())
     total = sum(value.numel() for value in training.draft.parameters())
+    steps, done = training.total_steps, training.position.step
     logger.info(
-        "%.2f M parameters, %.2f M of them trainable; %d samples of %s tokens to train on, %d to validate; "
-        "%d steps in %s%s",
+        "%.2f M parameters, %.2f M of them trainable%s; %d samples of %s tokens to train on, %d to validate",
         total / 1e6,
         trainable / 1e6,
+        ", from train.init" if warm else "",
         len(sides["train"]),
         f"{sum(sides['train'].lengths):,}",
         len(sides["val"]),
-        training.total_steps,
-        precision,
-        f"; going on after step {training.position.step}" if resumed else "",
+    )
+    peaks = f"{settings.lr:g}"
+    if settings.optimizer == "muon":
+        peaks = f"{settings.peak_muon_lr:g} (matrices) and {settings.lr:g}"
+    logger.info(
+        "%d steps of %s tokens, %.1f %% of them used; %s at %s, reached after %d steps, then %s; %s%s",
+        steps,
+        f"{settings.batch_tokens:,}",
+        100 * training.fill,
+        settings.optimizer,
+        peaks,
+        warmup_steps(steps, settings),
+        settings.schedule,
+        settings.precision,
+        f"; going on after step {done}" if done else "",
     )

@@ -136,6 +136,20 @@ def test_nothing_held_out_to_evaluate_on(refusal):
     )
 
 
+def test_a_checkpoint_to_start_from_that_is_not_there(refusal):
+    assert refusal(train={"init": "/no/such/draft"}).startswith(
+        "train.init /no/such/draft is no directory"
+    )
+
+
+def test_a_checkpoint_to_start_from_that_is_no_draft(refusal, plain):
+    verifier = plain["verifier"]["model"]
+
+    assert refusal(train={"init": verifier}).startswith(
+        f"train.init {verifier}: its speculators_model_type is None, not 'eagle3'"
+    )
+
+
 def test_a_batch_shorter_than_the_longest_sample(refusal):
     message = refusal(train={"tokens_per_batch": 16})
 

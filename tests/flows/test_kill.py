@@ -15,6 +15,7 @@ import pytest
 
 from flows.cli import main
 from storage.layout import DRAFT_FILE, METRICS_TABLE, parse_step
+from tests.event_files import scalars
 from tests.tiny_runs import (
     ROOT,
     TinyRun,
@@ -83,7 +84,8 @@ def trained(run: TinyRun) -> bytes:
 def history(run: TinyRun) -> list[dict[str, object]]:
     (metrics,) = run.store.glob(f"checkpoints/*/attempt-*/{METRICS_TABLE}")
     rows: list[dict[str, object]] = pq.read_table(metrics).to_pylist()
-    return rows
+    times = {"seconds", "tokens_per_second"}
+    return [{k: v for k, v in row.items() if k not in times} for row in rows]
 
 
 def one_more_run_completes(run: TinyRun, api: str, uninterrupted: TinyRun) -> list[str]:
@@ -140,6 +142,12 @@ def check_resume(run: TinyRun, tiny: TinyRun, api: str, log: io.StringIO) -> Non
 
     assert one_more_run_completes(run, api, tiny) == ["train", "evaluate", "export"]
     assert resumed_from(log.getvalue()) == steps[-1]
+    (events,) = run.store.glob("tensorboard/*")
+    seen = scalars(events)
+    for side, validation in (("train", 0), ("validation", 1)):
+        losses = [(r["step"], r["loss"]) for r in history(run) if r["validation"] == validation]
+        assert [step for step, _ in seen[f"{side}/loss"]] == [step for step, _ in losses]
+        assert [loss for _, loss in seen[f"{side}/loss"]] == pytest.approx([x for _, x in losses])
 
 
 def resumed_from(log: str) -> int:

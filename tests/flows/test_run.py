@@ -52,6 +52,22 @@ def test_every_shard_holds_the_score_of_its_canary(tiny):
         assert max(canary["aux_error"]) < 0.01
 
 
+def test_a_training_says_beforehand_what_it_will_be_and_afterwards_what_it_was(tiny):
+    (path,) = tiny.result["stages"]["train"]["parts"]
+    facts = json.loads((tiny.store / path / "manifest.json").read_text())["facts"]
+    steps, share = facts["steps"], 100 * facts["batch_fill"]
+
+    total, trainable = facts["parameters"] / 1e6, facts["trainable"] / 1e6
+    assert f"{total:.2f} M parameters, {trainable:.2f} M of them trainable; " in tiny.log
+    assert (
+        f"{steps} steps of 128 tokens, {share:.1f} % of them used; adamw at 0.001, reached after "
+        f"{-(-steps // 20)} steps, then cosine; {facts['precision']}"
+    ) in tiny.log
+    assert facts["tokens_per_batch"] == 128
+    assert 0.5 < facts["batch_fill"] <= 1
+    assert facts["seconds_waiting_for_data"] >= 0
+
+
 def test_a_second_run_reuses_every_stage_and_writes_nothing(tiny, tmp_path, prefect_api):
     copy = tiny.copy(tmp_path)
     before = manifests(copy.store)
@@ -166,7 +182,10 @@ CHANGES = {
     "vocabulary": ({"vocab": {"draft_size": 64}}, ["map_vocab", "train", "evaluate", "export"]),
     "layers": ({"capture": {"layers": [1, 4, 5]}}, ["capture", "train", "evaluate", "export"]),
     "draft tokens": ({"evaluate": {"draft_tokens": 2}}, ["evaluate", "export"]),
-    "processes": ({"capture": {"gpus": 2}, "train": {"keep_checkpoints": 1}}, []),
+    "processes": (
+        {"capture": {"gpus": 2}, "train": {"keep_checkpoints": 1, "tracker": "none"}},
+        [],
+    ),
 }
 
 

@@ -174,6 +174,13 @@ def test_the_deployed_parameters_are_those_of_the_demo():
         ("train.weight_decay=.nan", "train.weight_decay: Input should be a finite number"),
         ("train.epochs=1000000000", "train.epochs: Input should be less than or equal to 10000"),
         ("train.ttt_steps=5000", "train.ttt_steps: Input should be less than or equal to 16"),
+        ("train.muon_lr=0", "train.muon_lr: Input should be greater than 0"),
+        ("train.noise=-0.1", "train.noise: Input should be greater than or equal to 0"),
+        (
+            "train.tokens_per_batch=most",
+            "train.tokens_per_batch: write a whole number above 0, or auto (given: 'most')",
+        ),
+        ("train.tokens_per_batch=0", "train.tokens_per_batch: write a whole number above 0"),
         ("evaluate.draft_tokens=99", "evaluate.draft_tokens: Input should be less than or equal"),
         ("capture.layers=[]", "capture.layers is empty"),
         ("capture.layers=[4, 2]", "must be ascending and name each layer once: use [2, 4]"),
@@ -184,6 +191,26 @@ def test_the_deployed_parameters_are_those_of_the_demo():
 )
 def test_values_without_sense_are_refused_with_the_settings(file, override, said):
     assert said in refusal(file, override)
+
+
+def test_a_batch_is_a_number_of_tokens_or_auto(file):
+    assert load_settings(file, ["train.tokens_per_batch=auto"]).train.tokens_per_batch == "auto"
+    assert load_settings(file, ["train.tokens_per_batch=512"]).train.tokens_per_batch == 512
+
+
+def test_settings_that_decide_nothing_are_not_in_the_identity_of_a_training(file):
+    def identity(*overrides: str) -> dict[str, Any]:
+        return load_settings(file, list(overrides)).train.identity()
+
+    adamw, muon = identity(), identity("train.optimizer=muon")
+    assert adamw != muon
+    assert identity("train.muon_lr=0.5") == adamw
+    assert identity("train.optimizer=muon", "train.muon_lr=0.5") != muon
+    assert (
+        identity("train.optimizer=muon", "train.muon_lr=3e-5") == muon
+    )  # lr, what it is by default
+    assert identity("train.init=elsewhere") == adamw  # its content counts, as an input
+    assert identity("train.noise=0.1") != adamw
 
 
 def test_a_group_without_anything_in_it_has_its_defaults(file):

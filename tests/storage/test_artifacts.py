@@ -46,6 +46,22 @@ def test_an_artifact_is_found_once_its_manifest_is_there_and_not_before(store: S
         assert path.read_bytes() == b"table"
 
 
+def test_a_file_that_tells_of_the_making_is_no_part_of_the_content(store: Store) -> None:
+    def write(seconds: bytes, *, in_content: bool) -> Manifest:
+        with artifacts.write(store, IDENTITY) as writer:
+            writer.add_bytes("draft.safetensors", b"weights")
+            with writer.file("metrics.parquet", in_content=in_content) as path:
+                path.write_bytes(seconds)
+            return writer.publish(rows=5)
+
+    first, second = write(b"1.0", in_content=False), write(b"2.0", in_content=False)
+    assert first.content == second.content
+    assert artifacts.require(store, IDENTITY.path) == second
+    store.write_bytes(f"{second.path}/{second.files['metrics.parquet'].path}", b"3.0")
+    assert artifacts.verify(store, second, deep=True)  # it is watched over like any other file
+    assert write(b"1.0", in_content=True).content != write(b"2.0", in_content=True).content
+
+
 def test_any_other_setting_input_or_version_is_another_artifact(store: Store) -> None:
     make(store)
     for other in (

@@ -150,7 +150,12 @@ def test_the_report_is_one_page_that_loads_nothing(tiny, tmp_path, capsys):
     for stage in STAGES:
         assert stage in page.text
     assert "validation loss" in page.text
+    for token in (1, 2, 3):
+        assert f"token {token}, train" in page.text
+        assert f"token {token}, validation" in page.text
+    assert "Epochs" in page.text
     assert "svg" in page.tags
+    assert "<text" not in html  # it would shrink with the plot
     assert "<|im_start|>assistant" in page.text  # decoded samples, escaped
 
 

@@ -71,6 +71,7 @@ def request_of(tiny: TinyRun, tmp_path: Path) -> Callable[..., Request]:
             "split": split.path,
             "draft_parts": parts,
             "settings": settings.model_dump(mode="json"),
+            "initial": None,
             "identity": asdict(identity),
         }
 
@@ -105,7 +106,8 @@ def steps(request: Request) -> list[int]:
 def published(request: Request) -> tuple[bytes, list[dict[str, Any]]]:
     (draft,) = directory(request).glob(f"attempt-*/{DRAFT_FILE}")
     (metrics,) = directory(request).glob(f"attempt-*/{METRICS_TABLE}")
-    return draft.read_bytes(), pq.read_table(metrics).to_pylist()
+    timeless = pq.read_table(metrics).drop_columns(["seconds", "tokens_per_second"])
+    return draft.read_bytes(), timeless.to_pylist()
 
 
 def harm(request: Request, step: int) -> None:

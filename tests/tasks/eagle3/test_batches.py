@@ -1,5 +1,7 @@
 """Packing and batch plans."""
 
+import random
+
 import pytest
 import torch
 from speculators.models.eagle3 import shift_batch
@@ -76,6 +78,17 @@ def test_batches_are_nearly_full() -> None:
     lengths = [(37 * i) % 91 + 10 for i in range(500)]
     batches = plan_batches(lengths, tokens_per_batch=256, seed=0, epoch=0)
     assert len(batches) <= sum(lengths) / 256 * 1.05
+
+
+@pytest.mark.parametrize("tokens_per_batch", [4096, 8192])
+def test_batches_of_chats_are_97_percent_full(tokens_per_batch: int) -> None:
+    # as chats are: half below 400 tokens, a long tail, what is longer than 2,048 cut there
+    generator = random.Random(0)
+    lengths = [min(2048, max(8, int(generator.lognormvariate(6.0, 0.9)))) for _ in range(3000)]
+    assert 0.03 < lengths.count(2048) / len(lengths) < 0.05
+    for epoch in range(2):
+        batches = plan_batches(lengths, tokens_per_batch=tokens_per_batch, seed=0, epoch=epoch)
+        assert sum(lengths) / (len(batches) * tokens_per_batch) >= 0.97
 
 
 def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:

@@ -256,3 +256,33 @@ def test_a_full_vocabulary_draft_needs_no_map(tmp_path: Path) -> None:
     assert draft.d2t is None
     save_speculator(draft, tmp_path)
     assert (tmp_path / "config.json").exists()
+
+
+def test_a_draft_is_built_around_given_weights_and_nothing_is_drawn():
+    config = make_draft().config
+    weights = {
+        name: torch.full_like(value, 0.25)
+        for name, value in trainable_parameters(make_draft()).items()
+    }
+
+    draft = build_draft(config, **verifier_tensors(), seed=1, weights=weights)
+
+    assert all(torch.equal(w, weights[n]) for n, w in trainable_parameters(draft).items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("fc.weight"), r"differ: \['fc.weight'\]"),
+        (
+            lambda weights: weights.update({"fc.weight": torch.zeros(2, 3)}),
+            r"fc\.weight has shape \[2, 3\], the draft's is \[64, 192\]",
+        ),
+    ],
+)
+def test_weights_of_another_draft_are_refused(change, message):
+    weights = dict(trainable_parameters(make_draft()))
+    change(weights)
+
+    with pytest.raises(ValueError, match=message):
+        build_draft(make_draft().config, **verifier_tensors(), seed=1, weights=weights)

@@ -1,15 +1,24 @@
 """The chunked loss against the plain formula on whole matrices."""
 
+from typing import get_args
+
 import pytest
 import torch
+from speculators.losses.utils import _EAGER_LOSS_FN_MAP
 from torch import Tensor
 
 from tasks.eagle3 import loss as loss_module
 from tasks.eagle3.draft import LOSS_NAMES, eager_loss
 from tasks.eagle3.head_transform import HeadTransform
 from tasks.eagle3.loss import LossInputs, ttt_loss
+from tasks.eagle3.training_settings import TrainSettings
 
 TARGETS, STEPS, DRAFT, HIDDEN = 7, 2, 24, 5
+
+
+def test_every_loss_of_speculators_can_be_chosen() -> None:
+    chosen = get_args(TrainSettings.model_fields["loss"].annotation)
+    assert set(chosen) == set(LOSS_NAMES) == set(_EAGER_LOSS_FN_MAP)
 
 
 def inputs(loss: str, scored: Tensor | None = None) -> tuple[Tensor, LossInputs]:

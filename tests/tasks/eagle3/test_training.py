@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tasks.eagle3.batches import TrainingSample
-from tasks.eagle3.training import Training, learning_rate
+from tasks.eagle3.training import Training
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_state import Position, TrainingDivergedError, TrainingState
 from tests.tasks.eagle3.draft_cases import HIDDEN, VOCAB, make_draft
@@ -97,14 +97,17 @@ def run(training: Training) -> dict[str, Tensor]:
     return training.run(on_checkpoint=lambda _: None, on_step=lambda *_: None)
 
 
-def test_a_training_resumed_from_any_state_ends_with_the_same_bits() -> None:
-    whole = make_training()
+@pytest.mark.parametrize(
+    "changes", [{}, {"optimizer": "muon"}, {"noise": 0.3}], ids=["adamw", "muon", "noise"]
+)
+def test_a_training_resumed_from_any_state_ends_with_the_same_bits(changes: dict[str, Any]) -> None:
+    whole = make_training(**changes)
     recorder = Recorder(whole)
     best = recorder.run()
     assert len(recorder.states) == whole.total_steps + 3  # each step, and the end of each epoch
     for index in range(len(recorder.states) - 1):
         torch.manual_seed(99)  # another process has another random state
-        resumed = make_training()
+        resumed = make_training(**changes)
         resumed.resume(recorder.read(index))
         step = resumed.position.step
         best_again = Recorder(resumed).run()
@@ -151,10 +154,25 @@ def test_two_trainings_of_one_seed_are_equal_and_of_two_seeds_are_not() -> None:
     assert not all(torch.equal(value, third[name]) for name, value in first.items())
 
 
-def test_every_trainable_tensor_moves() -> None:
-    training = make_training()
+def test_noise_changes_the_training_and_never_the_validation() -> None:
+    noisy, plain = make_training(noise=0.3), make_training()
+    assert noisy.validate() == plain.validate()
+    run(noisy)
+    run(plain)
+    assert not torch.equal(noisy.parameters["fc.weight"], plain.parameters["fc.weight"])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_trainable_tensor_moves(optimizer: str) -> None:
+    training = make_training(optimizer=optimizer)
     run(training)
     assert training.unmoved() == []
+
+
+def test_fill_is_the_share_of_the_batches_that_holds_tokens() -> None:
+    # 30 + 9, 22 + 18, 14 + 12 + 11 and 7: four batches of 40 for 123 tokens, in each epoch
+    assert make_training().total_steps == 3 * 4
+    assert make_training().fill == pytest.approx(123 / (4 * 40))
 
 
 def test_the_best_epoch_is_kept_not_the_last() -> None:
@@ -179,10 +197,11 @@ def test_training_stops_early_when_validation_does_not_improve() -> None:
     assert training.position.epoch - 1 - training.position.best_epoch == 2
 
 
-def test_a_nonfinite_step_is_counted_and_never_taken() -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_nonfinite_step_is_counted_and_never_taken(optimizer: str) -> None:
     samples = make_samples(seed=1)
     samples[2].aux[5, 7] = math.nan
-    training = make_training(train=samples, epochs=1, max_nonfinite_steps=3)
+    training = make_training(train=samples, epochs=1, max_nonfinite_steps=3, optimizer=optimizer)
     run(training)
     assert training.position.nonfinite_steps == 1
     assert all(torch.isfinite(value).all() for value in training.parameters.values())
@@ -207,22 +226,3 @@ def test_a_checkpoint_of_another_draft_is_refused() -> None:
             state.tensors["weights/fc.weight"] = weight[:, 1:]
         with pytest.raises(ValueError, match=r"'fc\.weight'.*another draft"):
             make_training().resume(state)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
-    [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
-    ],
-)
-def test_the_rate_warms_up_and_then_follows_its_schedule(schedule: str, rates: list[float]) -> None:
-    settings = TrainSettings(lr=1.0, schedule=schedule, warmup_ratio=0.2)
-    assert [learning_rate(step, 10, settings) for step in range(10)] == pytest.approx(rates)
-
-
-def test_the_cosine_falls_from_the_peak_through_half_to_nothing() -> None:
-    settings = TrainSettings(lr=1.0, schedule="cosine", warmup_ratio=0.0)
-    assert learning_rate(0, 100, settings) == pytest.approx(1.0)
-    assert learning_rate(50, 100, settings) == pytest.approx(0.5)
-    assert learning_rate(100, 100, settings) == pytest.approx(0.0)

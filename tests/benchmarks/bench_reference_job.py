@@ -1,0 +1,249 @@
+"""The reference job: a Kimi-K2.5-sized draft, 10 samples of up to 2,048 tokens, 3 epochs, a checkpoint an epoch.
+
+`python tests/benchmarks/bench_reference_job.py [--tiny] [--directory DIR] [--output FILE]`
+
+Makes a verifier directory of the three tensors and random captured states, then times what a run does with them: the
+jobs of train and export, each in a process of its own, from the start of the first to the published speculator. The
+published run of this job took "about a minute" on one GPU. `--tiny` is the same with small sizes, for a try on a CPU.
+"""
+
+import argparse
+import datetime as dt
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from storage import artifacts  # noqa: E402
+from storage.arrays import write_arrays  # noqa: E402
+from storage.artifacts import Identity  # noqa: E402
+from storage.layout import (  # noqa: E402
+    CHECKPOINTS,
+    SAMPLES,
+    SAMPLES_TABLE,
+    SPECULATOR,
+    SPLIT,
+    SPLIT_TABLE,
+    STATES,
+    VERIFIER,
+    VOCAB_FILE,
+    VOCAB_MAP,
+    shard_directory,
+)
+from storage.manifest import Manifest  # noqa: E402
+from storage.shards import ShardRows, write_shard  # noqa: E402
+from storage.store import Store  # noqa: E402
+from storage.tables import SAMPLES_SCHEMA, SPLIT_SCHEMA, write_table  # noqa: E402
+from tasks.child import Child  # noqa: E402
+from tasks.eagle3.draft_plan import plan_draft  # noqa: E402
+from tasks.eagle3.draft_settings import DraftSettings  # noqa: E402
+from tasks.eagle3.training_settings import TrainSettings  # noqa: E402
+from tasks.eagle3.verifier import read_facts  # noqa: E402
+
+FIXTURE = REPOSITORY / "tests/fixtures/kimi_k2_5_config.json"
+LAYER_IDS = [2, 30, 58]
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "vocab_size": 512, "num_hidden_layers": 61}  # fmt: skip
+LENGTHS = (2048, 1931, 1830, 1718, 1640, 1512, 1433, 1290, 1177, 1024)
+
+
+def make_verifier(directory: Path, *, tiny: bool) -> Path:
+    """Kimi-K2.5's config with the three tensors a draft needs, random, and no other."""
+    directory.mkdir()
+    config = json.loads(FIXTURE.read_text())
+    if tiny:
+        config["text_config"] |= TINY
+    (directory / "config.json").write_text(json.dumps(config))
+    vocabulary, hidden = (config["text_config"][k] for k in ("vocab_size", "hidden_size"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head, embed = (
+        torch.empty(vocabulary, hidden, dtype=torch.bfloat16, device=device).normal_(0, std).cpu()
+        for std in (0.02, 1.0)
+    )
+    tensors = {
+        "language_model.model.embed_tokens.weight": embed,
+        "language_model.model.norm.weight": torch.rand(hidden).add_(0.5).bfloat16(),
+        "language_model.lm_head.weight": head,
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@contextmanager
+def artifact(
+    store: Store, stage: str, made: dict[str, Manifest], *, directory: str = ""
+) -> Iterator[Any]:
+    """Write one artifact under some identity: what it is made of does not matter here."""
+    wanted = Identity(stage=stage, version=1, settings={}, inputs={"job": "reference"})
+    if directory:
+        wanted = replace(wanted, directory=directory)
+    with artifacts.write(store, wanted) as writer:
+        yield writer
+        made[stage] = writer.publish(rows=len(LENGTHS))
+
+
+def make_data(store: Store, verifier: Path) -> dict[str, Manifest]:
+    """Samples, states, split and vocabulary map, as the stages before training leave them."""
+    facts = read_facts(verifier)
+    draft_size = min(32_000, facts.vocab_size // 2)
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(draft_size, (n,), generator=generator).tolist() for n in LENGTHS]
+    names = [f"{n:064x}" for n in range(len(texts))]
+    rows = [{"conversation_id": name, "source": "random"} for name in names]
+    made: dict[str, Manifest] = {}
+    with artifact(store, SAMPLES, made) as writer, writer.file(SAMPLES_TABLE) as path:
+        samples = [
+            row
+            | {
+                "sample_id": row["conversation_id"],
+                "input_ids": text,
+                "loss_mask": [place >= 0.3 * len(text) for place in range(len(text))],
+                "truncated": False,
+            }
+            for row, text in zip(rows, texts, strict=True)
+        ]
+        write_table(path, samples, schema=SAMPLES_SCHEMA)
+    with artifact(store, SPLIT, made) as writer, writer.file(SPLIT_TABLE) as path:
+        sides = [row | {"side": "train" if n < 8 else "val"} for n, row in enumerate(rows)]
+        write_table(path, sides, schema=SPLIT_SCHEMA)
+    with artifact(store, VOCAB_MAP, made) as writer, writer.file(VOCAB_FILE) as path:
+        t2d = np.arange(facts.vocab_size) < draft_size
+        write_arrays(path, {"d2t": np.zeros(draft_size, np.int64), "t2d": t2d.astype(np.uint8)})
+    place = shard_directory("reference", "job")
+    with artifact(store, STATES, made, directory=place) as writer:
+        tokens, hidden = sum(LENGTHS), facts.hidden_size
+        write_shard(
+            writer,
+            aux=torch.randn(tokens, len(LAYER_IDS) * hidden, generator=generator).bfloat16(),
+            last=torch.randn(tokens, hidden, generator=generator).bfloat16(),
+            rows=ShardRows.from_lists(names, texts),
+            layer_ids=LAYER_IDS,
+        )
+    return made
+
+
+def load_verifier(store: Store, verifier: Path) -> Manifest:
+    """The stage's own job."""
+    wanted = Identity(stage=VERIFIER, version=1, settings={}, inputs={"model": "reference"})
+    with Child("tasks.jobs.load_verifier") as child:
+        child.request(
+            {
+                "store": store.url,
+                "identity": asdict(wanted),
+                "directory": str(verifier),
+                "trust_remote_code": False,
+            }
+        )
+    return artifacts.require(store, wanted.path)
+
+
+def run_job(
+    store: Store, verifier: Path, made: dict[str, Manifest]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Train and export as a run does; returns the seconds of each and the facts of the training."""
+    parts = {
+        "verifier": made[VERIFIER].path,
+        "directory": str(verifier),
+        "vocab_map": made[VOCAB_MAP].path,
+        "layer_ids": LAYER_IDS,
+        "draft": plan_draft(DraftSettings(), read_facts(verifier).text_config).model_dump(
+            mode="json"
+        ),
+    }
+    settings = TrainSettings(
+        epochs=3,
+        lr=3e-5,
+        tokens_per_batch=2048,
+        checkpoint_seconds=1e6,
+        precision="bf16",
+        device="auto",
+    )
+    trained = Identity(stage=CHECKPOINTS, version=1, settings={}, inputs={"job": "reference"})
+    exported = Identity(stage=SPECULATOR, version=1, settings={}, inputs={"job": "reference"})
+    seconds = {}
+    started = time.perf_counter()
+    with Child("tasks.jobs.train") as child:
+        child.request(
+            {
+                "store": store.url,
+                "identity": asdict(trained),
+                "states": [made[STATES].path],
+                "samples": [made[SAMPLES].path],
+                "split": made[SPLIT].path,
+                "draft_parts": parts,
+                "settings": settings.model_dump(mode="json"),
+                "initial": None,
+            }
+        )
+    seconds["train"] = time.perf_counter() - started
+    with Child("tasks.jobs.export") as child:
+        child.request(
+            {
+                "store": store.url,
+                "identity": asdict(exported),
+                "draft": parts | {"seed": 0, "weights": trained.path},
+                "dtype": "bfloat16",
+                "verifier_path": str(verifier),
+                "draft_tokens": 3,
+                "trust_remote_code": False,
+            }
+        )
+    seconds["all"] = time.perf_counter() - started
+    seconds["export"] = seconds["all"] - seconds["train"]
+    artifacts.require(store, exported.path)
+    return seconds, artifacts.require(store, trained.path).facts
+
+
+def main() -> None:
+    """Parse, prepare, time, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="small sizes, not recorded")
+    parser.add_argument("--directory", type=Path, help="where to work: 30 GB for the full size")
+    parser.add_argument(
+        "--output", type=Path, default=REPOSITORY / "tests/benchmarks/results.jsonl"
+    )
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
+        verifier = make_verifier(Path(scratch, "verifier"), tiny=arguments.tiny)
+        store = Store(str(Path(scratch, "store")))
+        made = make_data(store, verifier) | {VERIFIER: load_verifier(store, verifier)}
+        seconds, facts = run_job(store, verifier, made)
+    record = {
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "versions": {n: version(n) for n in ("torch", "transformers", "speculators")},
+        "command": "python tests/benchmarks/bench_reference_job.py",
+        "benchmark": "reference job: Kimi-K2.5 draft, 10 samples, 3 epochs, process start to speculator",
+        "unit": "seconds",
+        "ours": round(seconds["all"], 1),
+        "peer": None,
+        "ratio": None,
+        "ceiling": 40,
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "steps": facts["steps"],
+        "parameters_million": round(facts["parameters"] / 1e6, 2),
+        "seconds_per_step": facts["seconds_per_step"],
+    }
+    print(json.dumps(record))
+    if not arguments.tiny:
+        with arguments.output.open("a") as results:
+            results.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

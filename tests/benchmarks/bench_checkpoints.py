@@ -27,6 +27,7 @@ from storage.artifacts import Identity  # noqa: E402
 from storage.checkpoints import Checkpoints  # noqa: E402
 from storage.store import Store  # noqa: E402
 from tasks.eagle3.batches import TrainingSample  # noqa: E402
+from tasks.eagle3.checkpoint_writer import HostCopies  # noqa: E402
 from tasks.eagle3.draft import Eagle3DraftModel, trainable_parameters  # noqa: E402
 from tasks.eagle3.training import Training  # noqa: E402
 from tasks.eagle3.training_settings import TrainSettings  # noqa: E402
@@ -95,7 +96,26 @@ def train(shape: str, directory: Path | None) -> dict[str, Any]:
 
     training.run(on_checkpoint=write, on_step=on_step)
     trainable = sum(value.numel() for value in trainable_parameters(draft).values())
-    return {"times": times, "written": written, "trainable": trainable}
+    copy = copy_milliseconds(training, next(draft.parameters()).device)
+    return {"times": times, "written": written, "trainable": trainable, "copy": copy}
+
+
+def copy_milliseconds(training: Training, device: torch.device) -> dict[str, float]:
+    """What taking a checkpoint keeps the host from, and the time until its copy is complete."""
+    room, tensors = HostCopies(device), training.state().tensors
+    room.make_room(tensors)
+    host, complete = [], []
+    for _ in range(7):
+        began = time.perf_counter()
+        _, copied = room.start(tensors)
+        host.append(time.perf_counter() - began)
+        if copied is not None:
+            copied.synchronize()
+        complete.append(time.perf_counter() - began)
+    return {
+        "host_ms": round(statistics.median(host) * 1e3, 2),
+        "copy_ms": round(statistics.median(complete) * 1e3, 2),
+    }
 
 
 def measure(shape: str, directory: Path) -> dict[str, Any]:
@@ -124,6 +144,7 @@ def measure(shape: str, directory: Path) -> dict[str, Any]:
         "unit": "seconds a checkpoint adds",
         "ceiling": None,
         "peer_name": "written in the training's stream",
+        **with_them["copy"],
         "checkpoints": count,
         "checkpoint_gb": round(largest / 1e9, 3),
         "bytes_per_trainable_parameter": round(largest / with_them["trainable"], 3),

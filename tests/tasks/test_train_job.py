@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,7 +24,7 @@ from storage.layout import DRAFT_FILE, METRICS_TABLE
 from storage.store import Store
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.jobs import train
-from tests.tiny_runs import ROOT, TinyRun
+from tests.tiny_runs import ROOT, TinyRun, read_metrics
 
 Request = dict[str, Any]
 
@@ -106,7 +105,7 @@ def steps(request: Request) -> list[int]:
 def published(request: Request) -> tuple[bytes, list[dict[str, Any]]]:
     (draft,) = directory(request).glob(f"attempt-*/{DRAFT_FILE}")
     (metrics,) = directory(request).glob(f"attempt-*/{METRICS_TABLE}")
-    return draft.read_bytes(), pq.read_table(metrics).to_pylist()
+    return draft.read_bytes(), read_metrics(metrics)
 
 
 def harm(request: Request, step: int) -> None:

@@ -156,6 +156,15 @@ def manifests(store: Path, stage: str = "") -> dict[str, int]:
     }
 
 
+def read_metrics(file: Path) -> list[Values]:
+    """The rows of a training's metrics table without its times, which differ from run to run."""
+    import pyarrow.parquet as pq  # here, so that tests without tables stay quick
+
+    rows: list[Values] = pq.read_table(file).to_pylist()
+    times = {"seconds", "tokens_per_second"}
+    return [{name: v for name, v in row.items() if name not in times} for row in rows]
+
+
 def started_by(pid: int) -> list[psutil.Process]:
     """Processes that live and were started by the process `pid`, even when that has ended."""
     found = []

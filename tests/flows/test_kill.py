@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 
 from flows.cli import main
@@ -23,6 +22,7 @@ from tests.tiny_runs import (
     environment,
     job_of,
     manifests,
+    read_metrics,
     run_flow,
     started_by,
     wait_for,
@@ -83,9 +83,7 @@ def trained(run: TinyRun) -> bytes:
 
 def history(run: TinyRun) -> list[dict[str, object]]:
     (metrics,) = run.store.glob(f"checkpoints/*/attempt-*/{METRICS_TABLE}")
-    rows: list[dict[str, object]] = pq.read_table(metrics).to_pylist()
-    times = {"seconds", "tokens_per_second"}
-    return [{k: v for k, v in row.items() if k not in times} for row in rows]
+    return read_metrics(metrics)
 
 
 def one_more_run_completes(run: TinyRun, api: str, uninterrupted: TinyRun) -> list[str]:

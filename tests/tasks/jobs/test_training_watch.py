@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tasks.eagle3.training_state import Position
 from tasks.jobs.training_watch import TrainingWatch
 from tasks.trackers import Tracking
 from tests.tasks.eagle3.test_training import make_training
@@ -44,28 +45,20 @@ def test_steps_are_timed_and_progress_tells_loss_and_validation(tmp_path: Path) 
     assert timed["tokens_per_second"] == pytest.approx((tokens or 0) / seconds)
 
 
-def test_a_watched_training_that_goes_on_reports_its_last_validation() -> None:
+def test_a_training_that_goes_on_starts_with_its_last_validation() -> None:
+    history: list[dict[str, float | None]] = [
+        {"step": 4, "epoch": 0, "validation": 0, "loss": 3.0, "acceptance_length": 1.1},
+        {"step": 4, "epoch": 0, "validation": 1, "loss": 3.5, "acceptance_length": 1.25},
+        {"step": 5, "epoch": 1, "validation": 0, "loss": 2.0, "acceptance_length": 1.4},
+    ]
     training = make_training(epochs=3)
-    checkpoints: list[dict[str, Any]] = []
-
-    def keep(position: Any, tensors: Any) -> None:
-        copies = {name: value.clone() for name, value in tensors.items()}
-        history = [dict(entry) for entry in position.history]
-        checkpoints.append({"position": vars(position) | {"history": history}, "tensors": copies})
-
-    training.run(on_checkpoint=keep, on_step=lambda *_: None)
-    middle = next(c for c in checkpoints if c["position"]["epoch"] == 1)
-    resumed = make_training(epochs=3)
-    resumed.resume(middle["position"], middle["tensors"])
-    messages: list[dict[str, Any]] = []
-    history = resumed.position.history
+    training.position = Position(step=5, epoch=1, batch=1, history=history)
     tracking = Tracking("none", directory=Path(), key=KEY, settings={}, history=history)
-    TrainingWatch(resumed, tracking, messages.append)
+    messages: list[dict[str, Any]] = []
+
+    TrainingWatch(training, tracking, messages.append)
     tracking.close()
 
     (start,) = messages
-    assert start["done"] == middle["position"]["step"]
-    assert start["note"] == (
-        f"validation loss {history[-1]['loss']:.3f}, "
-        f"acceptance length {history[-1]['acceptance_length']:.2f}"
-    )
+    assert (start["done"], start["total"]) == (5, training.total_steps)
+    assert start["note"] == "validation loss 3.500, acceptance length 1.25"

@@ -189,7 +189,7 @@ def job_of(pid: int, module: str) -> psutil.Process | None:
     return None
 
 
-def wait_for(condition: Callable[[], Any], *, seconds: float = 60.0) -> Any:
+def wait_for(condition: Callable[[], Any], *, seconds: float = 240.0) -> Any:
     """Wait until the condition holds and return what it gave."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

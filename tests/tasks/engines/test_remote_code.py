@@ -114,7 +114,9 @@ def test_what_was_read_while_trusted_is_refused_once_it_is_not(
     loaded = call(load_verifier, store, str(remote), trust_remote_code=True)
     verifier = open_verifier(store, str(remote), loaded.parts[0], trust_remote_code=True)
 
-    assert verifier.place == {"directory": str(remote), "trust_remote_code": True}
+    place = verifier.place
+    assert (place["directory"], place["trust_remote_code"]) == (str(remote), True)
+    assert {"config.json", "configuration_own.py", "model.safetensors"} <= place["files"].keys()
     with pytest.raises(JobRefusedError, match=r"set verifier\.trust_remote_code to true"):
         call(load_verifier, store, str(remote))
 

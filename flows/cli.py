@@ -111,12 +111,18 @@ def _verify(options: argparse.Namespace) -> int:
     from tasks.verify import verify_store  # noqa: PLC0415
 
     settings = load_settings(options.file, options.set)
-    checked, problems = verify_store(settings.store, deep=options.deep)
+    checked, problems = verify_store(settings.store, deep=options.deep, repair=options.repair)
     for problem in problems:
         print(problem)
     how = "digests" if options.deep else "sizes"
-    print(f"{checked} artifacts checked by {how}, {len(problems)} problems")
-    return FAILED if problems else DONE
+    print(f"{checked} artifacts checked by {how}, problems: {len(problems)}")
+    if not problems:
+        return DONE
+    if options.repair:
+        print("what is wrong was set aside: run the settings again to make it anew")
+        return DONE
+    print("add --repair to set aside what is wrong; the next run then makes it anew")
+    return FAILED
 
 
 def _settings(_: argparse.Namespace) -> int:
@@ -177,6 +183,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--output", type=Path, help="file to write (default: outrider-RUN.html)")
     sub = add_file("verify", _verify, "check every artifact of the store")
     sub.add_argument("--deep", action="store_true", help="read every byte and compare digests")
+    sub.add_argument(
+        "--repair", action="store_true", help="set aside what is wrong: the next run makes it anew"
+    )
     add("settings", _settings, "print the reference of all settings as Markdown")
     return parser
 

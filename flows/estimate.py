@@ -10,7 +10,7 @@ from flows.settings import PipelineSettings
 from storage.store import Store
 from tasks.capture import bytes_per_token, capture_key, captured_samples, wanted_samples
 from tasks.collect import collect
-from tasks.eagle3.draft_plan import plan_draft
+from tasks.eagle3.draft_plan import check_file, plan_draft
 from tasks.load_verifier import Verifier, load_verifier, open_verifier
 from tasks.map_vocab import check_draft_size
 from tasks.regenerate import find_regenerated
@@ -26,6 +26,7 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
     """Return the figures of a run as plain numbers; ValueError when its input is wrong."""
     store = Store(settings.store)
     store.check_writable()
+    check_file(settings.draft)
     directory = str(find_model(settings.verifier))
     options = settings.verifier
     loaded = call(

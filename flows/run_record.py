@@ -27,7 +27,7 @@ class RunRecord:
         self.run_id = run_id or new_run_id()
         self._store = store
         self._started = time.monotonic()
-        self._begun: dict[str, float] = {}
+        self._begun = self._started
         self.record: dict[str, Any] = {
             "run": self.run_id,
             "name": settings.name,
@@ -44,16 +44,20 @@ class RunRecord:
 
     def stage(self, task: Task[..., Any], *args: Any, **kwargs: Any) -> StageResult:
         """Run one stage's task to its end and return its result."""
-        started = self._begun.pop(task.name, None) or self.begin(task.name)
+        if self.record["at"] != task.name:
+            self.begin(task.name)
         result: StageResult = task.submit(*args, **kwargs).result()
-        return self.done(task.name, result, time.monotonic() - started)
+        return self.done(task.name, result, time.monotonic() - self._begun)
 
-    def begin(self, name: str) -> float:
-        """Note that the work of a stage begins before its task does; returns the time."""
+    def begin(self, name: str) -> None:
+        """Note that the work of a stage begins, before its task does where there is more to it."""
         self.record["at"] = name
         self._save()
-        self._begun[name] = time.monotonic()
-        return self._begun[name]
+        self._begun = time.monotonic()
+
+    def begin_again(self) -> None:
+        """Note that all stages are gone through once more."""
+        self.record["at"] = "the start"
 
     def done(self, name: str, result: StageResult, seconds: float) -> StageResult:
         """Write a stage's result down and show it; what this run itself computed before stays so."""

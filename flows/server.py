@@ -4,7 +4,9 @@ Prefect's own temporary server outlives a killed flow; this one ends with its pa
 server's process.
 """
 
+import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +19,10 @@ from pathlib import Path
 
 from tasks.child import die_with_parent, kill_children, start_process
 
+logger = logging.getLogger(__name__)
+
 START_SECONDS = 120.0
+SCRATCH_PREFIX = "outrider-prefect-"
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -30,18 +35,45 @@ def api_server() -> Iterator[None]:
     """Use the Prefect API that is configured, or else a server that ends with the block."""
     from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: PLC0415 - a second that others save
 
-    if PREFECT_API_URL.value():
+    configured = PREFECT_API_URL.value()
+    if configured:
+        _check_answers(configured)
         try:
             yield
         finally:
             _drain()
         return
+    _remove_leftovers()
+    logger.info("starting a Prefect server for this run (set PREFECT_API_URL to use your own)")
     with (
-        tempfile.TemporaryDirectory(prefix="outrider-prefect-") as scratch,
+        tempfile.TemporaryDirectory(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-") as scratch,
         _server(Path(scratch)) as url,
         temporary_settings(updates={PREFECT_API_URL: url}),
     ):
         yield
+
+
+def _remove_leftovers() -> None:
+    """Remove what the servers of killed runs have left among the temporary files."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*-*"):
+        owner = directory.name.removeprefix(SCRATCH_PREFIX).split("-", 1)[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists() and Path("/proc").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _check_answers(url: str) -> None:
+    """Raise RuntimeError when no Prefect server is behind PREFECT_API_URL: Prefect would try for minutes."""
+    import httpx  # noqa: PLC0415 - as above
+
+    try:
+        httpx.get(f"{url.rstrip('/')}/health", timeout=30).raise_for_status()
+    except httpx.HTTPStatusError:
+        return  # it answers; whether it lets us in, Prefect says
+    except httpx.HTTPError as error:
+        raise RuntimeError(
+            f"PREFECT_API_URL {url} does not answer ({type(error).__name__}): start that server, or unset "
+            "PREFECT_API_URL to use one for the length of this run"
+        ) from error
 
 
 @contextmanager

@@ -191,15 +191,28 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         known = _known_keys(problem["loc"][:-1])
         name = str(problem["loc"][-1])
-        (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0)
+        nearest = _nearest(name, known)
         hint = f"; did you mean {nearest}?"
-        if not difflib.get_close_matches(name, [nearest], cutoff=0.5):
+        if nearest != _initials(name) and not difflib.get_close_matches(
+            name, [nearest], cutoff=0.5
+        ):
             hint += f" There are: {', '.join(known)}"
         return f"{where}: there is no such setting{hint}"
     if problem["type"] == "missing":
         return f"{where}: this setting is required"
     message = problem["msg"].removeprefix("Value error, ")
     return f"{where}: {message} (given: {problem['input']!r})"
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """Return the known name that is most like this one; learning_rate is lr."""
+    if _initials(name) in known:
+        return _initials(name)
+    return difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
 
 
 def _known_keys(parents: tuple[Any, ...]) -> list[str]:

@@ -20,7 +20,7 @@ from storage.store import Store
 from tasks.capture import capture, plan_capture
 from tasks.child import kill_children
 from tasks.collect import collect
-from tasks.eagle3.draft_plan import plan_draft
+from tasks.eagle3.draft_plan import check_file, plan_draft
 from tasks.evaluate import check_prompts, evaluate
 from tasks.export import export
 from tasks.fit_batch import fit_batch, needs_fitting, settle_batch
@@ -74,11 +74,14 @@ def _rebuilding(run: RunRecord, store: Store, settings: PipelineSettings) -> dic
         try:
             return _stages(run, store, settings)
         except ArtifactError as error:
-            logger.warning("%s (it is made again now)", error)
+            cause = str(error).split("; ", maxsplit=1)[0]
+            logger.warning("%s; going through the stages again to make it anew", cause)
+            run.begin_again()
     return _stages(run, store, settings)
 
 
 def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[str, Any]:
+    check_file(settings.draft)
     directory = str(fetch_model.submit(settings.verifier).result())
     options = settings.verifier
     loaded = run.stage(

@@ -30,6 +30,7 @@ __all__ = [
     "ArtifactError",
     "Identity",
     "Writer",
+    "check_digests",
     "find",
     "find_all",
     "list_manifests",
@@ -170,7 +171,7 @@ def verify(store: Store, manifest: Manifest, *, deep: bool) -> list[str]:
             with store.reading(f"{manifest.path}/{entry.path}") as file:
                 digest = digest_file(file)
             if digest != entry.xxh3:
-                problems.append(f"{name} has the digest {digest}, its manifest says {entry.xxh3}")
+                problems.append(_wrong_digest(name, digest, entry.xxh3))
     return problems
 
 
@@ -210,6 +211,13 @@ def open_directory(store: Store, manifest: Manifest) -> Iterator[Path]:
             with open_file(store, manifest, name) as file:
                 shutil.move(file, target)
         yield directory
+
+
+def check_digests(store: Store, manifest: Manifest) -> None:
+    """Compare every file of an artifact with its digest; ArtifactError, and set aside, when one is another."""
+    for name in manifest.files:
+        with open_file(store, manifest, name):
+            pass
 
 
 def local_directory(store: Store, manifest: Manifest) -> Path | None:
@@ -254,14 +262,13 @@ def _check_digest(store: Store, manifest: Manifest, name: str, *, path: Path) ->
         return
     digest = digest_file(path)
     if digest != entry.xxh3:
-        problem = f"{name} has the digest {digest}, its manifest says {entry.xxh3}"
-        text = _manifest_text(store, manifest.path)
-        if text is not None:
-            _set_aside(store, manifest.path, text=text, problems=[problem])
-        raise ArtifactError(
-            f"{store.url}/{manifest.path} is corrupt and was set aside: {problem}; run again to rebuild it"
-        )
+        set_aside(store, manifest.path, problem=_wrong_digest(name, digest, entry.xxh3))
+        raise ArtifactError(f"{store.url}/{manifest.path} is corrupt; run again to rebuild it")
     _checked_files.add(checked)
+
+
+def _wrong_digest(name: str, digest: str, expected: str) -> str:
+    return f"{name} has the digest {digest}, its manifest says {expected}"
 
 
 def _manifest_text(store: Store, path: str) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from storage import artifacts
 from storage.artifacts import Identity
 from storage.layout import SPECULATOR
 from storage.store import Store
@@ -62,4 +63,6 @@ def export(
         "draft_tokens": draft_tokens,
         "trust_remote_code": verifier.trust_remote_code,
     }
-    return build_parts(store, [wanted], MODULE, requests=[request])
+    result = build_parts(store, [wanted], MODULE, requests=[request])
+    artifacts.check_digests(store, result.parts[0])  # no later stage reads what is served
+    return result

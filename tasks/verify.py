@@ -6,8 +6,11 @@ from storage.layout import MANIFEST_NAME
 from storage.store import Store
 
 
-def verify_store(url: str, *, deep: bool) -> tuple[int, list[str]]:
-    """Return the number of artifacts and one sentence for each thing that is wrong. Changes nothing."""
+def verify_store(url: str, *, deep: bool, repair: bool = False) -> tuple[int, list[str]]:
+    """Return the number of artifacts and one sentence for each thing that is wrong.
+
+    Changes nothing, unless `repair` sets aside what is wrong: the next run makes that anew.
+    """
     store = Store(url)
     if not store.is_there():
         raise ValueError(f"there is no store at {store.url}; correct the settings' store")
@@ -15,10 +18,16 @@ def verify_store(url: str, *, deep: bool) -> tuple[int, list[str]]:
     paths = sorted(name.removesuffix(suffix) for name in store.sizes("") if name.endswith(suffix))
     problems = []
     for path in paths:
-        try:
-            manifest = artifacts.peek(store, path)
-        except ArtifactError as error:
-            problems.append(str(error))
-            continue
-        problems += [f"{path}: {p}" for p in artifacts.verify(store, manifest, deep=deep)]
+        found = _problems(store, path, deep=deep)
+        problems += found
+        if found and repair:
+            artifacts.set_aside(store, path, problem="; ".join(found))
     return len(paths), problems
+
+
+def _problems(store: Store, path: str, *, deep: bool) -> list[str]:
+    try:
+        manifest = artifacts.peek(store, path)
+    except ArtifactError as error:
+        return [str(error)]
+    return [f"{path}: {problem}" for problem in artifacts.verify(store, manifest, deep=deep)]

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from tasks.eagle3.draft_settings import DraftSettings
-from tasks.eagle3.layer_config import derived_layer, read_layer
+from tasks.eagle3.layer_config import check_readable, derived_layer, read_layer
 
 
 class DraftPlan(BaseModel):
@@ -22,6 +22,12 @@ class DraftPlan(BaseModel):
         """Return what determines the draft, as plain JSON types: not how it was asked for."""
         asked = {"config", "arch", "num_layers", "intermediate_size"}
         return {**self.settings.model_dump(mode="json", exclude=asked), "layer": self.layer}
+
+
+def check_file(settings: DraftSettings) -> None:
+    """Raise ValueError when draft.config names no JSON object: all that needs no verifier."""
+    if settings.config is not None:
+        check_readable(Path(settings.config).expanduser(), named_by="draft.config")
 
 
 def plan_draft(settings: DraftSettings, text_config: dict[str, Any]) -> DraftPlan:

@@ -97,6 +97,14 @@ def read_layer(
     return layer
 
 
+def check_readable(path: Path, *, named_by: str) -> None:
+    """Raise ValueError when the file is no JSON object."""
+    try:
+        _read_object(path)
+    except ValueError as error:
+        raise ValueError(f"{named_by} {path}: {error}") from error
+
+
 def _common(values: Mapping[str, Any], text_config: dict[str, Any]) -> dict[str, Any]:
     return {
         "vocab_size": int(values["vocab_size"]),

@@ -22,8 +22,8 @@ from tasks.eagle3.model_files import LocalFiles, ModelFiles, VerifierError, open
 from tasks.eagle3.verifier_config import (
     eos_token_ids,
     find_text_config,
-    norm_eps,
     read_config,
+    required_eps,
     required_number,
     with_defaults,
     without_incidentals,
@@ -137,7 +137,7 @@ def read_facts(
         hidden_size=hidden,
         num_hidden_layers=text["num_hidden_layers"],
         vocab_size=vocab,
-        norm_eps=norm_eps(text) or required_number(text, "rms_norm_eps", directory),
+        norm_eps=required_eps(text, directory),
         transform=transform,
         max_position_embeddings=required_number(text, "max_position_embeddings", directory),
         tied=head_key == embed_key,

@@ -1,5 +1,6 @@
 """A verifier's config.json: which part is the language model's, and what of it is not supported."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ def norm_eps(text: dict[str, Any]) -> float | None:
     """Return the final norm's epsilon under whichever name the config has it; None when it has none."""
     for field in ("rms_norm_eps", "layer_norm_eps", "norm_eps"):
         value = text.get(field)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
             return float(value)
     return None
 
@@ -106,10 +107,23 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def required_eps(text: dict[str, Any], directory: str) -> float:
+    """Return the final norm's epsilon; VerifierError when there is none that a norm can have."""
+    eps = norm_eps(text)
+    if eps is None:
+        given = text.get("rms_norm_eps", text.get("layer_norm_eps"))
+        raise VerifierError(
+            f"{directory}/{CONFIG_FILE}: rms_norm_eps is {given!r}, which is none between 0 and 1; "
+            "write the model's value into its language model's config"
+        )
+    return eps
+
+
 def required_number(text: dict[str, Any], field: str, directory: str) -> Any:
     """Return a positive number of the language model's config; VerifierError when it is missing."""
     value = text.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
         raise VerifierError(
             f"{directory}/{CONFIG_FILE}: {field} is {value!r}; "
             "write the model's value into its language model's config"
@@ -120,14 +134,28 @@ def required_number(text: dict[str, Any], field: str, directory: str) -> Any:
 def eos_token_ids(
     files: ModelFiles, config: dict[str, Any], text: dict[str, Any]
 ) -> tuple[int, ...]:
-    """Return the ids that end a text: of generation_config.json, else of the config."""
+    """Return the ids that end a text: of generation_config.json, else of the config.
+
+    Raises VerifierError when one is no token of the vocabulary: no text would ever end there.
+    """
     there = GENERATION_FILE in files.sizes
     sources = [read_json_object(files, GENERATION_FILE)] if there else []
     for source in (*sources, text, config):
         value = source.get("eos_token_id")
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
+            ids = tuple(value) if isinstance(value, list) else (value,)
+            wrong = [i for i in ids if not _is_token(i, text["vocab_size"])]
+            if wrong:
+                raise VerifierError(
+                    f"{files.directory}: eos_token_id {wrong[0]!r} is no token of the vocabulary of "
+                    f"{text['vocab_size']}; correct generation_config.json or config.json"
+                )
+            return ids
     return ()
+
+
+def _is_token(value: object, vocab_size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def without_incidentals(value: Any) -> Any:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flows.cli import main
+from tasks.verify import verify_store
 from tests.tiny_runs import (
     ROOT,
     STAGES,
@@ -159,8 +162,46 @@ def test_a_flipped_bit_in_what_a_stage_reads_is_mended_within_the_run(
     record = run_flow(copy.values, prefect_api)
 
     assert computed(record) == [stage, "train"]
-    assert "is corrupt and was set aside" in run_log.getvalue()
+    check_repaired(record, run_log.getvalue(), tiny)
+
+
+def test_a_flipped_bit_in_the_speculator_that_a_run_hands_out_is_mended(
+    tiny, tmp_path, prefect_api, run_log
+):
+    copy = tiny.copy(tmp_path)
+    (harmed,) = manifests(copy.store, "export")
+    flip_bit(copy.store / harmed)
+
+    record = run_flow(copy.values, prefect_api)
+
+    assert computed(record) == ["export"]
+    check_repaired(record, run_log.getvalue(), tiny)
+    assert verify_store(str(copy.store), deep=True)[1] == []
+
+
+def test_what_verify_finds_in_reused_artifacts_it_sets_aside_and_the_next_run_makes_anew(
+    tiny, tmp_path, prefect_api, capsys
+):
+    copy = tiny.copy(tmp_path)
+    file = str(write_settings(copy.values, tmp_path / "settings.yaml"))
+    flip_bit(copy.store / min(manifests(copy.store, "capture")))
+
+    assert main(["verify", file, "--deep"]) == 1
+    assert "add --repair to set aside what is wrong" in capsys.readouterr().out
+    assert main(["verify", file, "--deep", "--repair"]) == 0
+    assert "problems: 1" in capsys.readouterr().out
+
+    assert computed(run_flow(copy.values, prefect_api)) == ["capture"]
+    assert main(["verify", file, "--deep"]) == 0
+
+
+def check_repaired(record: dict[str, Any], log: str, tiny: TinyRun) -> None:
+    assert "is corrupt; going through the stages again to make it anew" in log
+    assert log.count("is set aside: ") == 1
     assert record["acceptance_length"] == tiny.result["acceptance_length"]
+    # no stage's time holds another's
+    seconds = [stage["seconds"] for stage in record["stages"].values()]
+    assert sum(seconds) <= record["seconds"] + 0.1
 
 
 def test_a_removed_reference_is_decoded_anew_and_the_drafts_texts_are_not(

@@ -39,6 +39,7 @@ def test_a_file_with_the_required_keys_gets_every_default(file):
         ("capture.gpu", "gpus"),
         ("data.source", "sources"),
         ("vocab.size", "draft_size"),
+        ("train.learning_rate", "lr"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(file, key, nearest):

@@ -284,8 +284,15 @@ def test_impossible_layer_ids_are_refused(ids):
         check_layer_ids(ids, 8)
 
 
-def test_layer_ids_may_reach_from_the_embedding_to_the_last_layers_input():
-    check_layer_ids([0, 7], 8)
+def test_layer_ids_reach_from_the_embedding_to_the_last_layers_input():
+    def accepted(layer_id: int) -> bool:
+        try:
+            check_layer_ids([layer_id], 8)
+        except ValueError:
+            return False
+        return True
+
+    assert [i for i in range(-3, 12) if accepted(i)] == list(range(8))
 
 
 def test_a_config_that_leaves_fields_to_its_class_gets_its_defaults(tmp_path):
@@ -313,3 +320,15 @@ def test_a_config_that_its_class_refuses_is_refused_with_the_reason(tmp_path):
 
     with pytest.raises(VerifierError, match=r"no llama config .* not a multiple of the number"):
         read_facts(write_model(tmp_path / "m", config, tensors()))
+
+
+@pytest.mark.parametrize("eos", [6, -1, True, "x", [5, None]])
+def test_an_end_token_beyond_the_vocabulary_is_refused(tmp_path, eos):
+    with pytest.raises(VerifierError, match=r"eos_token_id .* is no token of the vocabulary of 6"):
+        read_facts(write_model(tmp_path / "m", CONFIG | {"eos_token_id": eos}, tensors()))
+
+
+@pytest.mark.parametrize("eps", [float("nan"), float("inf"), 0, 1e3])
+def test_an_epsilon_that_no_norm_has_is_refused(tmp_path, eps):
+    with pytest.raises(VerifierError, match="rms_norm_eps"):
+        read_facts(write_model(tmp_path / "m", CONFIG | {"rms_norm_eps": eps}, tensors()))

@@ -64,6 +64,7 @@ class ProgressMeter:
     def __init__(self, stage: str, total: float, unit: str, *, done: float = 0.0) -> None:
         self._stage, self._total, self._unit = stage, total, unit
         self._before = self._done = done
+        self._finished = False
         self._lock = threading.Lock()
         self._started = self._last_bar = self._last_log = time.monotonic()
 
@@ -91,6 +92,9 @@ class ProgressMeter:
         self._done = done
         now = time.monotonic()
         finished = done >= self._total
+        if finished and self._finished:
+            return  # said once
+        self._finished = finished
         if not finished and now - self._last_bar < BAR_SECONDS:
             return
         self._last_bar = now

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ class BatchFeed:
         self.waited_seconds = 0.0
         """Time that the training has waited for its batches."""
 
-    def batches(self, planned: Iterable[list[int]]) -> Iterator[ReadyBatch]:
+    def batches(self, planned: Iterable[list[int]]) -> Generator[ReadyBatch, None, None]:
         """Give the batches in their order."""
         if not self._pinned:
             for indices in planned:

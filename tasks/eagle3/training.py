@@ -6,6 +6,7 @@ The loop knows no storage: it hands its complete state to `on_checkpoint` and ta
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import torch
@@ -96,15 +97,15 @@ class Training:
 
         self._checkpoint_due = time.monotonic() + self._settings.checkpoint_seconds
         with CheckpointWriter(write, self._copies) as writer:
-            while not self.position.finished:
-                for ready in self._feed.batches(self._remaining_batches()):
-                    self._step(ready)
+            self._close_epoch_if_done(writer)  # where a checkpoint was made between the two
+            # one feed for all epochs: it goes on while an epoch is validated
+            with closing(self._feed.batches(self._remaining_batches())) as batches:
+                while not self.position.finished:
+                    self._step(next(batches))
                     self._read_figures(but=LAG if self._device.type == "cuda" else 0)
                     on_step(self.position.step, self.total_steps, self._note())
                     self._offer_checkpoint(writer)
-                self._read_figures(but=0)
-                self._end_epoch()
-                self._checkpoint_epoch(writer)
+                    self._close_epoch_if_done(writer)
         return self._best
 
     @property
@@ -169,7 +170,10 @@ class Training:
         )
 
     def _remaining_batches(self) -> Iterator[list[int]]:
-        yield from self._batches(self.position.epoch)[self.position.batch :]
+        done = self.position.batch
+        for epoch in range(self.position.epoch, self._settings.epochs):
+            yield from self._batches(epoch)[done:]
+            done = 0
 
     def _plan(self, batch: PackedBatch) -> StepPlan:
         steps = self._settings.ttt_steps
@@ -226,9 +230,7 @@ class Training:
 
     def _offer_checkpoint(self, writer: CheckpointWriter) -> None:
         """Begin a checkpoint when one is due and the one before is written."""
-        idle = (
-            writer.is_idle()
-        )  # asked at every step: an error of the writer ends the training here
+        idle = writer.is_idle()  # at every step: an error of the writer ends the training here
         if idle and time.monotonic() >= self._checkpoint_due and writer.offer(self.state):
             self._stored_best_step = self.position.best_step
             self._checkpoint_due = time.monotonic() + self._settings.checkpoint_seconds
@@ -242,6 +244,13 @@ class Training:
         else:
             self._checkpoint_due = time.monotonic()
             self._offer_checkpoint(writer)
+
+    def _close_epoch_if_done(self, writer: CheckpointWriter) -> None:
+        position = self.position
+        if not position.finished and position.batch == self._steps_of_epoch[position.epoch]:
+            self._read_figures(but=0)
+            self._end_epoch()
+            self._checkpoint_epoch(writer)
 
     def _end_epoch(self) -> None:
         position = self.position

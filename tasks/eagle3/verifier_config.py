@@ -122,8 +122,7 @@ def required_eps(text: dict[str, Any], directory: str) -> float:
 def required_number(text: dict[str, Any], field: str, directory: str) -> Any:
     """Return a positive number of the language model's config; VerifierError when it is missing."""
     value = text.get(field)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise VerifierError(
             f"{directory}/{CONFIG_FILE}: {field} is {value!r}; "
             "write the model's value into its language model's config"

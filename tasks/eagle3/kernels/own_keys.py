@@ -110,7 +110,7 @@ def _merge(
     WIDTH: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)  # places in memory pass 2^31
     group = tl.arange(0, GROUPS)
     at = tl.arange(0, WIDTH)
     row_in, group_in, at_in = row < count, group < groups, at < width
@@ -166,7 +166,7 @@ def _merge_backward(
     WIDTH: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)  # places in memory pass 2^31
     group = tl.arange(0, GROUPS)
     at = tl.arange(0, WIDTH)
     row_in, group_in, at_in = row < count, group < groups, at < width

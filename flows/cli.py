@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(options)
     except KeyboardInterrupt:
-        print("outrider: stopped; run the same command again to go on", file=sys.stderr)
+        print("outrider: stopped", file=sys.stderr)  # a run has logged where, and how to go on
         return FAILED
     except BrokenPipeError:
         return FAILED
@@ -43,9 +43,14 @@ def _run(options: argparse.Namespace) -> int:
     from flows.server import api_server  # noqa: PLC0415
     from flows.settings import load_settings  # noqa: PLC0415
     from storage.store import Store  # noqa: PLC0415
+    from tasks.eagle3.draft_plan import check_file  # noqa: PLC0415
+    from tasks.verifier_sources import check_local  # noqa: PLC0415
 
     settings = load_settings(options.file, options.set)
+    # what these refuse should not wait for a server to start
     Store(settings.store).check_writable()
+    check_file(settings.draft)
+    check_local(settings.verifier)
     with shown_run(debug=options.debug), api_server():
         from flows.train_draft import train_draft  # noqa: PLC0415
 
@@ -169,7 +174,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="print as one JSON line")
     sub = add("inspect", _inspect, "print what is understood of a model, without its weights")
-    sub.add_argument("model", metavar="MODEL", help="as verifier.model: directory, URL or hub id")
+    sub.add_argument(
+        "model",
+        metavar="MODEL",
+        help="as verifier.model: directory, URL, hub id, .gguf file or package://module/file",
+    )
     sub.add_argument("--revision", help="branch, tag or commit of a hub id")
     sub.add_argument(
         "--trust-remote-code", action="store_true", help="accept a model that brings its own code"

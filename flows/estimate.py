@@ -40,7 +40,7 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
         store, directory, loaded.parts[0], trust_remote_code=options.trust_remote_code
     )
     draft_size = check_draft_size(settings.vocab, verifier.facts.vocab_size)
-    plan_draft(settings.draft, verifier.facts.text_config)
+    draft = plan_draft(settings.draft, verifier.facts.text_config)
     conversations = call(collect, store, settings.data)
     written: StageResult | None = conversations
     if settings.data.regenerate:
@@ -72,6 +72,7 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
         "verifier_parameters": verifier.facts.parameters,
         "capture_gpu_hours": flops / ASSUMED_FLOPS / 3600,
         "draft_size": draft_size,
+        "draft_layer": draft.layer,
         "layers": list(settings.capture.layer_ids(verifier.facts.num_hidden_layers)),
         "hidden_size": verifier.facts.hidden_size,
     }
@@ -107,6 +108,7 @@ def render(figures: dict[str, Any]) -> str:
             "tokenize.max_tokens, and the time to write them is not in it"
         )
     lines += [
+        f"draft      {_layer(figures['draft_layer'])}, vocabulary of {figures['draft_size']:,} tokens",
         f"samples    {figures['samples']:,} of {figures['tokens']:,} tokens "
         f"from {figures['conversations']:,} conversations",
         f"states     {_size(figures['state_bytes'])} = {figures['tokens']:,} tokens x ({layers} layers + 1) x "
@@ -120,6 +122,15 @@ def render(figures: dict[str, Any]) -> str:
     if free is not None and figures["missing_bytes"] > free:
         lines.append("           NOT ENOUGH: free some space or name another store")
     return "\n".join(lines)
+
+
+def _layer(layer: dict[str, Any]) -> str:
+    count = layer["num_hidden_layers"]
+    return (
+        f"{count} {layer['model_type']} layer{'s' if count > 1 else ''} of hidden size {layer['hidden_size']:,}, "
+        f"{layer['num_attention_heads']} heads of {layer['head_dim']} ({layer['num_key_value_heads']} for keys), "
+        f"intermediate size {layer['intermediate_size']:,}"
+    )
 
 
 def _shards(settings: PipelineSettings, size: int, samples: int) -> int:

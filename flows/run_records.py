@@ -1,5 +1,6 @@
 """Read what earlier runs have written down: outrider status."""
 
+import json
 import os
 import socket
 from typing import Any
@@ -61,15 +62,40 @@ def render_list(records: list[Record]) -> str:
     """Return one line for each run."""
     if not records:
         return "no runs yet"
-    lines = [f"{'run':<24} {'name':<16} {'state':<10} {'acceptance':>10} {'seconds':>8}  at"]
+    lines = [
+        f"{'run':<24} {'name':<16} {'state':<10} {'acceptance':>10} {'seconds':>8}  "
+        "at, and what differs from the run before of that name"
+    ]
+    before: dict[str, dict[str, Any]] = {}
     for record in records:
-        length = record.get("acceptance_length")
+        length, name = record.get("acceptance_length"), record["name"]
+        settings = _flat(record["settings"])
+        notes = [record.get("at"), *_changes(before.get(name, settings), settings)]
+        before[name] = settings
         lines.append(
-            f"{record['run']:<24} {record['name']:<16} {record['state']:<10} "
+            f"{record['run']:<24} {name:<16} {record['state']:<10} "
             f"{'-' if length is None else format(length, '.2f'):>10} "
-            f"{record.get('seconds', '-'):>8}  {record.get('at', '')}"
+            f"{record.get('seconds', '-'):>8}  {' '.join(note for note in notes if note)}".rstrip()
         )
     return "\n".join(lines)
+
+
+def _flat(settings: dict[str, Any], group: str = "") -> dict[str, Any]:
+    """Return settings by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= (
+            _flat(value, f"{group}{key}.") if isinstance(value, dict) else {f"{group}{key}": value}
+        )
+    return flat
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
+        f"{key}={json.dumps(after.get(key))}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key)
+    ]
 
 
 def render_record(record: Record) -> str:

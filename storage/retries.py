@@ -74,8 +74,9 @@ def call(
             if missing is not None and isinstance(error, missing):
                 raise
             if attempt == tries or not _is_transient(error):
+                tried = f" in {attempt} tries" if attempt > 1 else ""
                 raise StoreError(
-                    f"could not {doing} ({attempt} of {tries} tries): {cause(error)}; {way_out(error)}"
+                    f"could not {doing}{tried}: {cause(error)}; {way_out(error)}"
                 ) from error
             pause = FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
             logger.warning(

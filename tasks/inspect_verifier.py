@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tasks.eagle3.model_files import TOKENIZER_CONFIG_FILE, ModelFiles, read_json_object
+from tasks.eagle3.model_files import (
+    CONFIG_FILE,
+    TOKENIZER_CONFIG_FILE,
+    ModelFiles,
+    read_json_object,
+)
 from tasks.eagle3.quantization import read_quantization
 from tasks.eagle3.verifier import VerifierFacts, default_layer_ids, read_facts
 from tasks.eagle3.verifier_config import read_config
@@ -29,7 +34,9 @@ def inspect_verifier(settings: VerifierSettings, machine: Machine | None = None)
     facts = read_facts(files, weights)
     refuse_untrusted(files, settings)
     stored = {key: entry for file in weights for key, entry in file.tensors.items()}
-    quantization = read_quantization(read_config(files), facts.text_config, stored)
+    quantization = read_quantization(
+        read_config(files), facts.text_config, stored, place=f"{files.directory}/{CONFIG_FILE}"
+    )
     weight_bytes = sum(file.file_bytes for file in weights)
     advice = advise(
         weight_bytes,

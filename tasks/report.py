@@ -34,7 +34,7 @@ def write_report(store_url: str, record: dict[str, Any], target: Path) -> None:
     page = environment.get_template("report.html.j2").render(
         record=record,
         settings=json.dumps(record["settings"], indent=2),
-        facts={name: [m.facts for m in found if m is not None] for name, found in parts.items()},
+        made={name: [m for m in found if m is not None] for name, found in parts.items()},
         shown=[text for m in parts.get("tokenize_chats", []) if m for text in m.facts["shown"]],
         loss=line_plot(
             {

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class StageSettings(BaseModel):
@@ -17,6 +17,17 @@ class StageSettings(BaseModel):
     )
 
     resources: ClassVar[frozenset[str]] = frozenset()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is meant, which would count as 1 and 0."""
+        if (
+            isinstance(value, bool)
+            and cls.model_fields[str(info.field_name)].annotation is not bool
+        ):
+            raise ValueError("true and false fit only a setting that is switched on and off")
+        return value
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that determine the result, as plain JSON types."""

@@ -84,16 +84,27 @@ def open_model(settings: VerifierSettings) -> LocalFiles | RemoteFiles:
 
     Raises VerifierError when there is no such model.
     """
-    source = settings.model
-    if source.startswith(PACKAGE_PREFIX):
-        return _open_path(source, _package_file(source))
-    if "://" in source and not source.startswith(LOCAL_PREFIX):
-        return _open_url(source)
-    path = Path(source.removeprefix(LOCAL_PREFIX)).expanduser()
-    is_path = path.exists() or path.suffix == ".gguf" or source.startswith((".", "/", "~"))
-    if is_path or source.count("/") != 1:
-        return _open_path(source, path)
+    path = _local_path(settings)
+    if path is not None:
+        return _open_path(settings.model, path)
+    if "://" in settings.model:
+        return _open_url(settings.model)
     return _open_hub(settings)
+
+
+def check_local(settings: VerifierSettings) -> None:
+    """Refuse a model on this machine that cannot be used: in milliseconds, before anything is started for it.
+
+    Raises VerifierError. What lies elsewhere, and what has to be converted first, is left to `find_model`.
+    """
+    path = _local_path(settings)
+    if path is None:
+        return
+    _check_path(settings.model, path)
+    if path.is_dir():
+        files = LocalFiles(path)
+        read_facts(files)
+        refuse_untrusted(files, settings)
 
 
 def refuse_untrusted(files: ModelFiles, settings: VerifierSettings) -> None:
@@ -107,17 +118,32 @@ def needed_files(files: ModelFiles, *, code: bool) -> list[str]:
     return sorted([*weight_file_names(files), *small_files(files, code=code)])
 
 
+def _local_path(settings: VerifierSettings) -> Path | None:
+    """Return the path on this machine that the settings name; None for the URL of a bucket and for a hub id."""
+    source = settings.model
+    if source.startswith(PACKAGE_PREFIX):
+        return _package_file(source)
+    if "://" in source and not source.startswith(LOCAL_PREFIX):
+        return None
+    path = Path(source.removeprefix(LOCAL_PREFIX)).expanduser()
+    is_path = path.exists() or path.suffix == ".gguf" or source.startswith((".", "/", "~"))
+    return path if is_path or source.count("/") != 1 else None
+
+
 def _open_path(source: str, path: Path) -> LocalFiles:
+    _check_path(source, path)
+    return LocalFiles(_converted(path) if path.suffix == ".gguf" else path)
+
+
+def _check_path(source: str, path: Path) -> None:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise VerifierError(f"verifier.model {source}: there is no file {path}")
-        return LocalFiles(_converted(path))
-    if not path.is_dir():
+    elif not path.is_dir():
         raise VerifierError(
             f"verifier.model {source!r} is neither a directory, a .gguf file, {PACKAGE_PREFIX}module/file, "
             "the URL of a directory nor a hub id of the form organization/name; correct the path"
         )
-    return LocalFiles(path)
 
 
 def _package_file(source: str) -> Path:

@@ -3,6 +3,7 @@
 Free of torch and transformers: the flow's process checks a draft before anything runs.
 """
 
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,17 @@ _NEUTRAL: dict[str, Any] = {
     "partial_rotary_factor": 1,
     "quantization_config": None,
 }
+
+# All that is read here, and the token ids that may stand beside it: what is written almost like one of these is a slip.
+_NAMES = frozenset(
+    {
+        *_COUNTS,
+        *_NEUTRAL,
+        "model_type", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "initializer_range",
+        "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "layer_types",
+        "bos_token_id", "eos_token_id", "pad_token_id",
+    }
+)  # fmt: skip
 
 # Multi-head latent attention: `head_dim` there is the rope part of a head, not a head.
 _LATENT_ATTENTION_KEYS = ("kv_lora_rank", "qk_rope_head_dim")
@@ -79,6 +91,7 @@ def read_layer(
     """
     try:
         values = _layer_values(_read_object(path), settings)
+        _check_spelling(values)
         _check_sizes(values, text_config)
         _check_features(values)
         widths = _attention_widths(values)
@@ -197,6 +210,13 @@ def _layer_values(values: dict[str, Any], settings: DraftSettings) -> dict[str, 
                 f"{norm} is {values[norm]}, the setting draft.{norm} is {wanted}; make them equal"
             )
     return layer
+
+
+def _check_spelling(values: Mapping[str, Any]) -> None:
+    for name in values:
+        nearest = difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.8)
+        if name not in _NAMES and nearest:
+            raise ValueError(f"{name} means nothing to a draft; write {nearest[0]}, or remove it")
 
 
 def _check_sizes(values: Mapping[str, Any], text_config: dict[str, Any]) -> None:

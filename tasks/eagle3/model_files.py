@@ -110,7 +110,7 @@ def read_json_object(files: ModelFiles, name: str) -> dict[str, Any]:
     place = f"{files.directory}/{name}"
     try:
         value = json.loads(files.read(name))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise VerifierError(f"{place} is not readable JSON ({error}); fetch it again") from error
     if not isinstance(value, dict):
         raise VerifierError(f"{place} holds a JSON {type(value).__name__}, not an object")

@@ -1,10 +1,12 @@
 """What of a checkpoint is quantized, and how: its config's own words, and what its weight files hold."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.eagle3.model_files import CONFIG_FILE, VerifierError
 from tasks.eagle3.weight_files import TensorEntry
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -31,17 +33,32 @@ class Quantization:
 
 
 def read_quantization(
-    config: Mapping[str, Any], text: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
+    config: Mapping[str, Any],
+    text: Mapping[str, Any],
+    tensors: Mapping[str, TensorEntry],
+    *,
+    place: str = CONFIG_FILE,
 ) -> Quantization | None:
-    """Return how a checkpoint is quantized; None when neither config nor weight files say that it is."""
-    stated = next((c[k] for c in (config, text) for k in CONFIG_KEYS if c.get(k)), None)
+    """Return how a checkpoint is quantized; None when neither config nor weight files say that it is.
+
+    VerifierError names `place` when the config's words have no known form.
+    """
+    name, stated = next(
+        ((k, c[k]) for c in (config, text) for k in CONFIG_KEYS if c.get(k)), ("", None)
+    )
     modules = {_QUANTIZED_PART.sub("", key) for key in tensors if _QUANTIZED_PART.search(key)}
     if stated is None and not modules:
         return None
     inside = (entry for key, entry in tensors.items() if _LAST_PART.sub("", key) in modules)
     stored_bytes = sum(entry.stop - entry.start for entry in inside)
     patterns = tuple(sorted({_NUMBER.sub("*", module) for module in modules}))
-    return Quantization(_scheme(stated or {}), patterns, stored_bytes)
+    try:
+        scheme = _scheme(stated or {})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise VerifierError(
+            f"{place}: {name} {json.dumps(stated)[:200]} is of no known form ({error}); correct it"
+        ) from error
+    return Quantization(scheme, patterns, stored_bytes)
 
 
 def _scheme(stated: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,13 @@ def _read_header(files: ModelFiles, name: str) -> WeightFile:
             for key, value in header.items()
             if key != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _no_header(place, repr(error)) from error
+    for (key, entry), (other, behind) in pairwise(
+        sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
+    ):
+        if behind.start < entry.stop:
+            raise _no_header(place, f"{key} and {other} share bytes")
     wanted_bytes = max((entry.stop for entry in entries.values()), default=data_start)
     if wanted_bytes > file_bytes:
         raise _truncated(place, file_bytes, wanted_bytes)

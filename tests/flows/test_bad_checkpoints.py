@@ -65,6 +65,18 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda m: (m / "config.json").write_text("{'model_type': 'llama'}"),
         "config.json is not readable JSON",
     ),
+    "config nested without end": (
+        lambda m: (m / "config.json").write_text('{"a": ' * 100_000),
+        "config.json is not readable JSON",
+    ),
+    "quantization that is no object": (
+        config(quantization_config="int4"),
+        'quantization_config "int4" is of no known form',
+    ),
+    "quantization groups that are no objects": (
+        config(quantization_config={"quant_method": "compressed-tensors", "config_groups": [1]}),
+        "is of no known form",
+    ),
     "config of no language model": (
         lambda m: (m / "config.json").write_text('{"model_type": "vit", "hidden_size": 64}'),
         "no part of it has hidden_size, num_hidden_layers, vocab_size",
@@ -100,6 +112,16 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
             m / FIRST, {"a": {"dtype": "U8", "shape": [1], "data_offsets": [9, 1]}}
         ),
         "has no readable safetensors header (ValueError('data_offsets 9, 1",
+    ),
+    "header whose tensors share bytes": (
+        lambda m: write_header(
+            m / FIRST,
+            {
+                "a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+                "b": {"dtype": "U8", "shape": [8], "data_offsets": [4, 12]},
+            },
+        ),
+        "has no readable safetensors header (a and b share bytes)",
     ),
     "another kind of file": (
         lambda m: (m / FIRST).write_text("<!DOCTYPE html><html>404</html>"),

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from flows.cli import main
 from tests.tiny_models import make_llama
-from tests.tiny_runs import chat
+from tests.tiny_runs import chat, write_settings
 
 
 def write(path: Path, *rows: Any) -> str:
@@ -195,6 +196,21 @@ def test_a_directory_that_holds_no_model(refusal, tmp_path):
     (tmp_path / "no-model").mkdir()
 
     assert "no-model" in refusal(verifier={"model": str(tmp_path / "no-model")})
+
+
+def test_what_this_machine_alone_can_refuse_is_refused_before_a_server_starts(
+    plain, tmp_path, monkeypatch, capsys, own_loggers
+):
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    wrong = {"verifier": {"model": "/no/such/model"}, "draft": {"config": "/no/such/draft.json"}}
+    for group, value in wrong.items():
+        file = write_settings(plain | {group: value}, tmp_path / "settings.yaml")
+
+        assert main(["run", str(file)]) == 1
+
+        said = capsys.readouterr().err
+        assert "/no/such/" in said
+        assert "Prefect server" not in said
 
 
 def test_an_unknown_setting_and_a_wrong_type(refusal):

@@ -182,6 +182,8 @@ def test_each_stage_and_each_shard_is_a_task_run_with_a_name(site: Site, first: 
 
 
 def test_lines_of_stages_and_children_are_in_the_log_of_the_run(site: Site, first: str) -> None:
+    # the log is sent in batches: the last one may arrive after the final state
+    wait_for(lambda: any(x.startswith("export: ") for x in site.lines(first)), seconds=60)
     lines = site.lines(first)
 
     for stage in STAGES:

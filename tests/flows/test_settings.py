@@ -171,6 +171,11 @@ def test_the_deployed_parameters_are_those_of_the_demo():
     ("override", "said"),
     [
         ("train.lr=1e30", "train.lr: Input should be less than or equal to 1"),
+        (
+            "train.lr=true",
+            "train.lr: true and false fit only a setting that is switched on and off",
+        ),
+        ("capture.rows_per_shard=true", "capture.rows_per_shard: true and false fit only"),
         ("train.lr=.inf", "train.lr: Input should be a finite number"),
         ("train.weight_decay=.nan", "train.weight_decay: Input should be a finite number"),
         ("train.epochs=1000000000", "train.epochs: Input should be less than or equal to 10000"),

@@ -63,6 +63,11 @@ def test_an_estimate_shows_its_arithmetic(tiny, file, capsys):
     tokens = tokens_of(tiny.store)
     assert f"{tokens:,} tokens x (3 layers + 1) x 64 values x 2 bytes" in text
     assert "24 samples are there; 0 to do" in text
+    assert re.search(
+        r"^draft      1 llama layer of hidden size 64, .*vocabulary of 128 tokens$",
+        text,
+        re.MULTILINE,
+    )
 
 
 def test_an_estimate_names_a_draft_config_that_is_not_there(tiny, tmp_path, capsys):
@@ -80,6 +85,21 @@ def test_status_lists_the_runs_of_a_store(tiny, capsys):
     (line,) = [row for row in capsys.readouterr().out.splitlines() if tiny.result["run"] in row]
     assert "completed" in line
     assert f"{tiny.result['acceptance_length']:.2f}" in line
+
+
+def test_status_tells_runs_of_one_name_apart_by_what_was_changed(tiny, tmp_path, capsys):
+    copy = tiny.copy(tmp_path)
+    (path,) = copy.store.glob("run_records/*.json")
+    record = json.loads(path.read_text())
+    record |= {"run": "99990101-000000-aaaaaa"}
+    record["settings"]["train"]["lr"] = 3e-4
+    (path.parent / "later.json").write_text(json.dumps(record))
+
+    assert main(["status", "--store", str(copy.store)]) == 0
+
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert "train.lr" not in first
+    assert second.endswith("  train.lr=0.0003")
 
 
 @pytest.mark.parametrize("name", ["latest", "whole id", "its beginning"])
@@ -151,6 +171,8 @@ def test_the_report_is_one_page_that_loads_nothing(tiny, tmp_path, capsys):
     assert tiny.result["run"] in page.text
     for stage in STAGES:
         assert stage in page.text
+    for shard in tiny.result["stages"]["capture"]["parts"]:
+        assert shard in page.text
     assert "validation loss" in page.text
     for token in (1, 2, 3):
         assert f"token {token}, train" in page.text
@@ -165,9 +187,9 @@ def test_verify_passes_on_a_sound_store(tiny, file, capsys):
     count = len(manifests(tiny.store))
 
     assert main(["verify", file]) == 0
-    assert capsys.readouterr().out == f"{count} artifacts checked by sizes, 0 problems\n"
+    assert capsys.readouterr().out == f"{count} artifacts checked by sizes, problems: 0\n"
     assert main(["verify", file, "--deep"]) == 0
-    assert capsys.readouterr().out == f"{count} artifacts checked by digests, 0 problems\n"
+    assert capsys.readouterr().out == f"{count} artifacts checked by digests, problems: 0\n"
 
 
 def test_verify_deep_finds_one_flipped_bit_in_a_shard(tiny, tmp_path, capsys):
@@ -182,10 +204,11 @@ def test_verify_deep_finds_one_flipped_bit_in_a_shard(tiny, tmp_path, capsys):
     capsys.readouterr()
     assert main(["verify", file, "--deep"]) == 1
 
-    problem, summary = capsys.readouterr().out.splitlines()
+    problem, summary, way_out = capsys.readouterr().out.splitlines()
     shard = states.parent.parent.relative_to(copy.store)
     assert problem.startswith(f"{shard}: states.safetensors has the digest ")
-    assert summary.endswith("1 problems")
+    assert summary.endswith("problems: 1")
+    assert way_out.startswith("add --repair")
 
 
 def test_verify_finds_a_short_file_and_an_unreadable_manifest_and_changes_nothing(
@@ -204,7 +227,7 @@ def test_verify_finds_a_short_file_and_an_unreadable_manifest_and_changes_nothin
     out = capsys.readouterr().out
     assert "split.parquet has 5 bytes, its manifest says" in out
     assert "has no readable manifest" in out
-    assert out.splitlines()[-1].endswith("2 problems")
+    assert out.splitlines()[-2].endswith("problems: 2")
     assert manifests(copy.store) == before
 
 

@@ -81,6 +81,18 @@ def test_norms_of_a_speculator_that_the_settings_do_not_ask_for_are_refused(tmp_
         plan(str(tmp_path / "config.json"))
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("head_dims", "head_dim"), ("num_key_value_head", "num_key_value_heads")],
+)
+def test_a_slip_in_a_name_is_refused_with_the_name_that_was_meant(
+    written: str, meant: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "draft.json", {**LAYER, written: 16})
+    with pytest.raises(ValueError, match=f"{written} means nothing to a draft; write {meant}"):
+        plan(path)
+
+
 def test_the_identity_is_the_content_and_not_the_path(tmp_path: Path) -> None:
     here = plan(write(tmp_path / "here.json", LAYER)).identity()
     reordered = dict(reversed(LAYER.items()))

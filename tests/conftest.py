@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 # as in the product's child processes: threads that spin while others work slow both down manyfold
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many as tiny models can use
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # where there is a GPU, speculators compiles its forward, which as a reference on the CPU takes minutes a case

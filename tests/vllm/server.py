@@ -115,7 +115,7 @@ def serve(
         "VLLM_NO_USAGE_STATS": "1",
         # beside other work: few threads, free to move, asleep while they wait
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     with log.open("wb") as output:

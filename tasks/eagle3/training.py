@@ -20,6 +20,7 @@ from tasks.eagle3.figures import Figures, history_entry, means
 from tasks.eagle3.head_transform import PLAIN, HeadTransform
 from tasks.eagle3.noise import add_noise
 from tasks.eagle3.optimizers import Optimizers
+from tasks.eagle3.ranks import ALONE, Ranks
 from tasks.eagle3.step_plan import StepPlan
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_state import (
@@ -60,7 +61,9 @@ class Training:
         train_lengths: Sequence[int],
         val_lengths: Sequence[int],
         transform: HeadTransform = PLAIN,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self.draft, self._settings, self._precision = draft, settings, precision
         self._transform = transform
         self._heads = frozen_heads(draft, precision)
@@ -77,8 +80,10 @@ class Training:
         self._copies = HostCopies(self._device)
         self._checkpoint_due = 0.0
         self.position = Position()
-        self._steps_of_epoch = [len(self._batches(epoch)) for epoch in range(settings.epochs)]
+        self._batches_of_epoch = [len(self._batches(epoch)) for epoch in range(settings.epochs)]
+        self._steps_of_epoch = [-(-batches // ranks.count) for batches in self._batches_of_epoch]
         self.total_steps = sum(self._steps_of_epoch)
+        ranks.send_gradients(self.parameters.values())
 
     def run(self, *, on_checkpoint: OnCheckpoint, on_step: OnStep) -> dict[str, Tensor]:
         """Train from the current position to the end; returns the best weights by name.
@@ -114,10 +119,15 @@ class Training:
         return self._feed.waited_seconds
 
     @property
+    def validates(self) -> bool:
+        """Whether there is a validation side."""
+        return bool(self._val)
+
+    @property
     def fill(self) -> float:
         """Share of tokens_per_batch that the batches of all epochs use."""
         tokens = sum(self._lengths) * self._settings.epochs
-        return tokens / (self.total_steps * self._settings.batch_tokens)
+        return tokens / (sum(self._batches_of_epoch) * self._settings.batch_tokens)
 
     def state(self) -> TrainingState:
         """Return all that the training is made of now; the tensors are no copies."""
@@ -172,14 +182,14 @@ class Training:
     def _remaining_batches(self) -> Iterator[list[int]]:
         done = self.position.batch
         for epoch in range(self.position.epoch, self._settings.epochs):
-            yield from self._batches(epoch)[done:]
+            yield from self._ranks.mine(self._batches(epoch))[done:]
             done = 0
 
     def _plan(self, batch: PackedBatch) -> StepPlan:
         steps = self._settings.ttt_steps
         return plan_batch(self.draft, batch, ttt_steps=steps, precision=self._precision)
 
-    def _forward(self, ready: ReadyBatch) -> StepResult:
+    def _forward(self, ready: ReadyBatch, counts: list[int] | None = None) -> StepResult:
         return training_forward(
             self.draft,
             ready.batch,
@@ -190,6 +200,7 @@ class Training:
             precision=self._precision,
             transform=self._transform,
             heads=self._heads,
+            counts=counts,
         )
 
     def _noisy(self, ready: ReadyBatch) -> ReadyBatch:
@@ -198,27 +209,34 @@ class Training:
         if not width:
             return ready
         seed = self._settings.seed
-        aux = add_noise(ready.batch.aux, width, seed=seed, epoch=place.epoch, batch=place.batch)
+        batch = place.batch * self._ranks.count + self._ranks.rank
+        aux = add_noise(ready.batch.aux, width, seed=seed, epoch=place.epoch, batch=batch)
         return replace(ready, batch=replace(ready.batch, aux=aux))
 
     def _step(self, ready: ReadyBatch) -> None:
         """Take a step; on a GPU nothing here waits for it, and a step that is no number is skipped there."""
         position = self.position
         rate = self._optimizer.set_rates(position.step, self.total_steps)
-        result = self._forward(self._noisy(ready))
-        result.loss.backward()  # type: ignore[no-untyped-call]
-        loss = result.loss.detach()
+        repeated = self._ranks.repeats(position.batch, self._batches_of_epoch[position.epoch])
+        own = [0 if repeated else n for n in (*ready.plan.supervised, len(ready.batch))]
+        *counts, tokens = self._ranks.total(own)
+        loss, values = self._forward(self._noisy(ready), counts)
+        if repeated:
+            loss, values = loss * 0, {name: value * 0 for name, value in values.items()}
+        loss.backward()  # type: ignore[no-untyped-call]
+        values = self._ranks.sum({"loss": loss.detach(), **values})
+        self._ranks.receive_gradients()
         self._copies.before_change()
-        norm = self._optimizer.step(loss)
+        norm = self._optimizer.step(values["loss"])
         self._optimizer.zero_grad()
         position.step += 1
-        position.tokens += len(ready.batch)
+        position.tokens += tokens
         position.batch += 1
         self._unread.append(
             Figures.of(
-                {"loss": loss, "gradient_norm": norm, **result.metrics},
+                {**values, "gradient_norm": norm},
                 place={"step": position.step, "epoch": position.epoch},
-                known={"lr": rate, "tokens": len(ready.batch)},
+                known={"lr": rate, "tokens": tokens},
             )
         )
 
@@ -257,7 +275,7 @@ class Training:
         score = float(position.epoch)
         if self._val:
             metrics = self.validate()
-            score = metrics["acceptance_length"]
+            score = self._ranks.first(metrics["acceptance_length"])
             place = {"step": position.step, "epoch": position.epoch}
             position.history.append(history_entry(metrics, validation=1, place=place))
         if position.best_score is None or score > position.best_score:

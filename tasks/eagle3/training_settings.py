@@ -2,7 +2,7 @@
 
 import sys
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -13,6 +13,7 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
+    model_validator,
 )
 
 from tasks.stage_settings import StageSettings
@@ -72,6 +73,9 @@ class TrainSettings(StageSettings):
     tokens_per_batch: PositiveInt | Literal["auto"] = 4096
     """Tokens of an optimizer step: whole samples are packed up to it. auto: what the GPU's memory holds (65,536 at
     most), found by trying once and then remembered in the store; 4096 on a CPU."""
+    gpus: PositiveInt = 1
+    """GPUs of this machine that train together, each on a batch of its own: a step is over gpus x tokens_per_batch
+    tokens. On a machine without a GPU, the number of CPU processes."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Matrix products in fp32 or bf16 (weights and losses stay fp32); auto: bf16 where the hardware has it."""
     seed: int = 0
@@ -106,6 +110,15 @@ class TrainSettings(StageSettings):
             )
         return name
 
+    @model_validator(mode="after")
+    def _free_to_choose(self) -> Self:
+        if self.gpus > 1 and ":" in self.device:
+            raise ValueError(
+                f"train.device {self.device} is one GPU, train.gpus asks for {self.gpus}; "
+                "write device: cuda, or choose the GPUs by CUDA_VISIBLE_DEVICES"
+            )
+        return self
+
     @field_validator("tokens_per_batch", mode="wrap")
     @classmethod
     def _one_reason(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -130,9 +143,11 @@ class TrainSettings(StageSettings):
         return self.tokens_per_batch
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that determine the result; Muon's only where Muon is used."""
+        """Return the settings that determine the result; of Muon and of more GPUs only where they are used."""
         found = super().identity()
         del found["muon_lr"], found["muon_weight_decay"]
+        if self.gpus == 1:
+            del found["gpus"]  # what one GPU trains is the same whether others could have helped
         if self.optimizer == "muon":
             found["muon"] = {"lr": self.peak_muon_lr, "weight_decay": self.muon_weight_decay}
         return found

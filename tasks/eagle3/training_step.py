@@ -8,9 +8,9 @@ T = packed rows, K = TTT steps, N_k = query rows of step k, M = rows with step-0
 size, A = captured layers, C = head width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ Precision = Literal["fp32", "bf16"]
 stream, softmax and loss stay fp32."""
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """A batch's loss and what was counted on the way."""
 
     loss: Tensor  # scalar, with gradient
@@ -83,6 +82,7 @@ def training_forward(
     plan: StepPlan | None = None,
     transform: HeadTransform = PLAIN,
     heads: FrozenHeads | None = None,
+    counts: Sequence[int] | None = None,
 ) -> StepResult:
     """Loss (with gradient) and metrics of a batch on the draft's device.
 
@@ -90,7 +90,8 @@ def training_forward(
     Under `torch.no_grad()` nothing is kept for a backward. `plan` is `plan_batch`'s for this batch
     (without it the step waits for the mask to come from the device). `transform` is the verifier's: its kind of
     norm and its soft-cap, which speculators does not know, decide the targets (its scale is in the heads). `heads`
-    saves their conversion at every step.
+    saves their conversion at every step. `counts` are the supervised rows of each TTT step that the loss is a mean
+    over, where the batch is a part of more: loss and metrics then are its share, to be summed with the others'.
     Raises ValueError for unknown losses, for batches without supervision, and for drafts with
     features that the step does not compute.
     """
@@ -104,6 +105,7 @@ def training_forward(
         )
     device = draft.fc.weight.device
     plan = plan.to(device)
+    counts = counts or plan.supervised
     dtype = _dtype(draft, precision)
     hidden = _run_steps(draft, batch, plan, dtype)  # [sum of N_k, H]
     targets = batch.last.index_select(0, plan.targets).to(draft.fc.weight.dtype)  # [U, H]
@@ -115,12 +117,12 @@ def training_forward(
         target_head=heads.verifier,
         target_states=target_states,
         scored=plan.scored,
-        factors=_factors(plan, step_loss_decay),
+        factors=_factors(plan, counts, step_loss_decay),
         loss_function=loss_function,
         transform=transform,
     )
     total, step_losses, matches = ttt_loss(hidden, inputs=inputs)
-    metrics = _metrics(total.detach(), step_losses, matches, plan, batch.loss_mask)
+    metrics = _metrics(total.detach(), step_losses, matches, plan, batch.loss_mask, counts)
     return StepResult(loss=total, metrics=metrics)
 
 
@@ -139,9 +141,9 @@ def expected_acceptance_length(metrics: Mapping[str, Tensor | float]) -> float:
     return length
 
 
-def _factors(plan: StepPlan, decay: float) -> Tensor:
+def _factors(plan: StepPlan, counts: Sequence[int], decay: float) -> Tensor:
     """What each score counts in the loss, [U, K]: speculators' mean over a step's rows, times decay ** k."""
-    scales = [decay**k / (count + REDUCTION_EPS) for k, count in enumerate(plan.supervised)]
+    scales = [decay**k / (count + REDUCTION_EPS) for k, count in enumerate(counts)]
     # not made on the device: that would wait for all that it has to do
     on_device = torch.tensor(scales, dtype=torch.float64).to(plan.weights.device, non_blocking=True)
     return plan.weights * on_device
@@ -264,22 +266,31 @@ def _final_norm(draft: Eagle3DraftModel, hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _metrics(
-    total: Tensor, step_losses: Tensor, matches: Tensor, plan: StepPlan, loss_mask: Tensor
+def _metrics(  # noqa: PLR0917 - what the step has, in the order in which it comes
+    total: Tensor,
+    step_losses: Tensor,
+    matches: Tensor,
+    plan: StepPlan,
+    loss_mask: Tensor,
+    counts: Sequence[int],
 ) -> dict[str, Tensor]:
     """Sums and counts by speculators' rules; a row's later steps count while it is right so far."""
     steps = len(plan.steps)
     one = torch.ones_like(total)
     by_target = matches.new_zeros(plan.rows, steps).index_copy_(0, plan.targets, matches)
     right_so_far = loss_mask.clone()  # [T], at the row where the drafting starts
-    metrics = {"loss_sum": total.clone(), "loss_total": one}
+    # what a loss is worth in a mean: 1, or the batch's part of what is trained on at once
+    shares = [
+        own / every if every else 1.0 for own, every in zip(plan.supervised, counts, strict=True)
+    ]
+    metrics = {"loss_sum": total.clone(), "loss_total": one * shares[0]}
     for k in range(steps):
         starts = max(plan.rows - k, 0)
         candidates = right_so_far[:starts]
         cond_total = candidates.sum().to(total.dtype)
         candidates &= by_target[k:, k]
         correct = (candidates & loss_mask[k:]).sum().to(total.dtype)
-        metrics[f"loss_{k}_sum"], metrics[f"loss_{k}_total"] = step_losses[k], one
+        metrics[f"loss_{k}_sum"], metrics[f"loss_{k}_total"] = step_losses[k], one * shares[k]
         metrics[f"full_acc_{k}_sum"] = correct
         metrics[f"full_acc_{k}_total"] = one * plan.supervised[k]
         metrics[f"cond_acc_{k}_sum"] = correct

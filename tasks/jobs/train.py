@@ -1,11 +1,13 @@
 """Job of train: open the captured states, train (or go on training), publish the trained tensors."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from storage import artifacts
@@ -17,11 +19,13 @@ from storage.store import Store
 from storage.tables import write_metrics
 from tasks.child import ProgressCallback
 from tasks.eagle3.optimizers import warmup_steps
+from tasks.eagle3.ranks import Ranks
 from tasks.eagle3.training import Training
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_state import Position, TrainingState
 from tasks.jobs.drafts import make_draft, trained_weights
 from tasks.jobs.models import resolve_device
+from tasks.jobs.ranks import joined
 from tasks.jobs.samples import open_samples
 from tasks.jobs.training_watch import TrainingWatch
 from tasks.jobs.verifiers import open_facts
@@ -29,38 +33,28 @@ from tasks.trackers import Tracking, tracker_directory
 
 logger = logging.getLogger(__name__)
 
+MODULE = "tasks.jobs.train"
+
 
 def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Publish the trained draft of one training identity."""
-    store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings = TrainSettings.model_validate(request["settings"])
-    device = resolve_device(settings.device)
-    initial = request["initial"]
-    weights = None if initial is None else trained_weights(store, initial)
-    draft = make_draft(
-        store, request["draft_parts"], seed=settings.seed, device=device, weights=weights
-    )
-    verifier = artifacts.require(store, request["draft_parts"]["verifier"])
+    with joined(request, MODULE, count=settings.gpus) as ranks:
+        if ranks.rank:
+            _help(request, _of_rank(settings, ranks), ranks)
+        else:
+            _lead(request, _of_rank(settings, ranks), ranks, progress)
+    return {}
+
+
+def _lead(
+    request: dict[str, Any], settings: TrainSettings, ranks: Ranks, progress: ProgressCallback
+) -> None:
+    """Train, alone or with others, write the checkpoints and publish what came out."""
+    store, wanted = Store(request["store"]), Identity(**request["identity"])
     checkpoints = Checkpoints(store, wanted)
-    checkpoint = checkpoints.load_latest(on_bad=settings.on_bad_checkpoint)
-    if checkpoint is None:
-        _explain_new_start(store, wanted)
     with ExitStack() as stack:
-        sides = open_samples(stack, store, request, max_tokens=settings.max_tokens)
-        training = Training(
-            draft,
-            sides["train"],
-            sides["val"],
-            settings=settings,
-            precision="bf16" if settings.precision == "bf16" else "fp32",
-            train_lengths=sides["train"].lengths,
-            val_lengths=sides["val"].lengths,
-            transform=open_facts(store, verifier).transform,
-        )
-        if checkpoint is not None:
-            training.resume(_to_state(checkpoint))
-            del checkpoint  # its tensors are the training's now
-        _summarize(training, sides, settings, warm=request["initial"] is not None)
+        training = _open_training(stack, request, settings, ranks, checkpoints)
         tracking = Tracking(
             settings.tracker,
             directory=tracker_directory(store, settings.tracker),
@@ -71,40 +65,115 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         stack.callback(tracking.close)
         started, first_step = time.monotonic(), training.position.step
         watch = TrainingWatch(training, tracking, progress)
-
         save = checkpoint_saver(checkpoints, keep=settings.keep_checkpoints)
         best = training.run(on_checkpoint=save, on_step=watch.on_step)
         watch.look()
         seconds = time.monotonic() - started
-    position = training.position
-    unmoved = training.unmoved()
-    if unmoved:
-        logger.warning("training left these tensors exactly as they were: %s", ", ".join(unmoved))
-    steps = position.step - first_step
-    facts: dict[str, Any] = {
-        "steps": position.step,
-        "tokens": position.tokens,
-        "parameters": sum(p.numel() for p in draft.parameters()),
-        "trainable": sum(p.numel() for p in training.parameters.values()),
-        "precision": settings.precision,
-        "tokens_per_batch": settings.batch_tokens,
-        "batch_fill": round(training.fill, 4),
-        "best_epoch": position.best_epoch + 1,
-        "best_validation_acceptance_length": position.best_score if len(sides["val"]) else None,
-        "last_loss": position.history[-1]["loss"],
-        "nonfinite_steps": position.nonfinite_steps,
-        "unmoved": unmoved,
-        "seconds_per_step": round(seconds / steps, 4) if steps else None,
-        "seconds_waiting_for_data": round(training.waited_seconds, 3),
-    }
+    steps = training.position.step - first_step
+    facts = _facts(training, settings)
+    facts["seconds_per_step"] = round(seconds / steps, 4) if steps else None
     with artifacts.write(store, wanted) as writer:
         with writer.file(DRAFT_FILE) as path:
             save_file({name: value.cpu().contiguous() for name, value in best.items()}, path)
         with writer.file(METRICS_TABLE, in_content=False) as path:  # it holds times
-            write_metrics(path, position.history)
-        writer.publish(rows=position.step, facts=facts)
+            write_metrics(path, training.position.history)
+        writer.publish(rows=training.position.step, facts=facts)
     checkpoints.prune(keep=1)
-    return {}
+
+
+def _help(request: dict[str, Any], settings: TrainSettings, ranks: Ranks) -> None:
+    """Take part in a training that another process leads; what came out is the same here."""
+    checkpoints = Checkpoints(Store(request["store"]), Identity(**request["identity"]))
+    with ExitStack() as stack:
+        training = _open_training(stack, request, settings, ranks, checkpoints)
+        training.run(on_checkpoint=lambda _: None, on_step=lambda *_: None)
+
+
+def _of_rank(settings: TrainSettings, ranks: Ranks) -> TrainSettings:
+    """Return the settings of one process: its own GPU, and checkpoints by the first alone."""
+    changes: dict[str, Any] = {}
+    if ranks.count > 1 and resolve_device(settings.device).type == "cuda":
+        changes["device"] = f"cuda:{ranks.rank}"
+    if ranks.rank:
+        changes |= {"checkpoint_seconds": math.inf, "epoch_checkpoints": False}
+    return settings.model_copy(update=changes)
+
+
+def _open_training(
+    stack: ExitStack,
+    request: dict[str, Any],
+    settings: TrainSettings,
+    ranks: Ranks,
+    checkpoints: Checkpoints,
+) -> Training:
+    """Return the training where its newest checkpoint left it, or at its start."""
+    store = Store(request["store"])
+    initial = request["initial"]
+    draft = make_draft(
+        store,
+        request["draft_parts"],
+        seed=settings.seed,
+        device=_taken(settings.device),
+        weights=None if initial is None else trained_weights(store, initial),
+    )
+    checkpoint = checkpoints.load_latest(on_bad=settings.on_bad_checkpoint)
+    if checkpoint is None and not ranks.rank:
+        _explain_new_start(store, Identity(**request["identity"]))
+    sides = open_samples(stack, store, request, max_tokens=settings.max_tokens)
+    verifier = artifacts.require(store, request["draft_parts"]["verifier"])
+    training = Training(
+        draft,
+        sides["train"],
+        sides["val"],
+        settings=settings,
+        precision="bf16" if settings.precision == "bf16" else "fp32",
+        train_lengths=sides["train"].lengths,
+        val_lengths=sides["val"].lengths,
+        transform=open_facts(store, verifier).transform,
+        ranks=ranks,
+    )
+    if checkpoint is not None:
+        training.resume(_to_state(checkpoint))
+    ranks.check_same(training.position.step)
+    if not ranks.rank:
+        _summarize(training, sides, settings, warm=initial is not None)
+    return training
+
+
+def _taken(name: str) -> torch.device:
+    """Return the device of that name, current from now on: kernels start on the current one."""
+    device = resolve_device(name)
+    if device.type == "cuda" and device.index is not None:
+        if device.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"there is no GPU {name}: this machine has {torch.cuda.device_count()}; "
+                "lower train.gpus or change train.device"
+            )
+        torch.cuda.set_device(device)
+    return device
+
+
+def _facts(training: Training, settings: TrainSettings) -> dict[str, Any]:
+    position = training.position
+    unmoved = training.unmoved()
+    if unmoved:
+        logger.warning("training left these tensors exactly as they were: %s", ", ".join(unmoved))
+    return {
+        "steps": position.step,
+        "tokens": position.tokens,
+        "parameters": sum(p.numel() for p in training.draft.parameters()),
+        "trainable": sum(p.numel() for p in training.parameters.values()),
+        "precision": settings.precision,
+        "gpus": settings.gpus,
+        "tokens_per_batch": settings.batch_tokens,
+        "batch_fill": round(training.fill, 4),
+        "best_epoch": position.best_epoch + 1,
+        "best_validation_acceptance_length": position.best_score if training.validates else None,
+        "last_loss": position.history[-1]["loss"],
+        "nonfinite_steps": position.nonfinite_steps,
+        "unmoved": unmoved,
+        "seconds_waiting_for_data": round(training.waited_seconds, 3),
+    }
 
 
 def checkpoint_saver(checkpoints: Checkpoints, *, keep: int) -> Callable[[TrainingState], None]:
@@ -169,8 +238,9 @@ def _summarize(
     if settings.optimizer == "muon":
         peaks = f"{settings.peak_muon_lr:g} (matrices) and {settings.lr:g}"
     logger.info(
-        "%d steps of %s tokens, %.1f %% of them used; %s at %s, reached after %d steps, then %s; %s%s",
+        "%d steps of %s%s tokens, %.1f %% of them used; %s at %s, reached after %d steps, then %s; %s%s",
         steps,
+        f"{settings.gpus} x " if settings.gpus > 1 else "",
         f"{settings.batch_tokens:,}",
         100 * training.fill,
         settings.optimizer,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tasks.eagle3.batches import TrainingSample
+from tasks.eagle3.ranks import ALONE, Ranks
 from tasks.eagle3.training import Training
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_state import Position, TrainingDivergedError, TrainingState
@@ -37,6 +38,7 @@ def make_training(
     train: list[TrainingSample] | None = None,
     val: list[TrainingSample] | None = None,
     device: str = "cpu",
+    ranks: Ranks = ALONE,
     **changes: Any,
 ) -> Training:
     settings = {"epochs": 3, "lr": 1e-2, "tokens_per_batch": 40, "ttt_steps": 2, **changes}
@@ -50,6 +52,7 @@ def make_training(
         precision="fp32",
         train_lengths=[len(s.input_ids) for s in train],
         val_lengths=[len(s.input_ids) for s in val],
+        ranks=ranks,
     )
 
 

@@ -1,0 +1,88 @@
+"""The job of train over several processes: one leads, the others go with it."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.child import Child, JobFailedError, JobRefusedError
+from tests.tasks.test_train_job import (
+    Request,
+    directory,
+    published,
+    request_of,  # noqa: F401 - a fixture
+    steps,
+)
+
+MODULE = "tasks.jobs.train"
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that `pid` has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:  # it has just ended
+            continue
+        if int(text.rsplit(")", 1)[1].split()[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for(condition: Any, *, seconds: float = 240) -> Any:
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return found
+
+
+def train_in_child(request: Request) -> None:
+    with Child(MODULE) as child:
+        child.request(request)
+
+
+@pytest.mark.slow
+def test_a_training_of_two_processes_that_loses_one_goes_on_to_the_same_bits(request_of) -> None:  # noqa: F811
+    request = request_of(epochs=30, gpus=2)
+    with Child(MODULE) as leader:
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                leader.request(request)
+            except Exception as error:
+                errors.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_for(lambda: errors or len(steps(request)) > 1)
+        (helper,) = children_of(leader.pid)
+        os.kill(helper, signal.SIGKILL)
+        asking.join(timeout=120)
+        assert not leader.alive
+    (error,) = errors
+    assert isinstance(error, JobFailedError)  # so that the stage is tried again
+    assert "process 1 of 2 ended" in str(error)
+    assert not Path(f"/proc/{helper}").exists()
+    assert steps(request)
+    train_in_child(request)
+
+    resumed = published(request)
+    shutil.rmtree(directory(request))
+    train_in_child(request)
+    assert published(request) == resumed
+
+
+def test_what_all_refuse_is_refused_in_the_first_ones_words(request_of) -> None:  # noqa: F811
+    with (
+        Child(MODULE) as leader,
+        pytest.raises(JobRefusedError, match="more than tokens_per_batch 5"),
+    ):
+        leader.request(request_of(gpus=2, tokens_per_batch=5))

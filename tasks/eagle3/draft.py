@@ -110,6 +110,7 @@ def build_draft(
     seed: int,
     logit_scale: float = 1.0,
     device: torch.device | None = None,
+    tables: torch.device | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Eagle3DraftModel:
     """A draft around the verifier's own tensors, its trainable part in fp32: `weights` by name, or drawn from `seed`.
@@ -117,19 +118,21 @@ def build_draft(
     `embed` [V, H], `norm` [H] (the final norm), `head` [V, H], `t2d` [V] bool, `d2t` [D] offsets
     (target_id = draft_id + d2t[draft_id]). Both heads are frozen and become one copy of
     `head[t2d] * logit_scale` in fp32; a 16-bit `embed` is kept as it is, and on its own device not copied.
-    The draft lies on `device` (default: the CPU). The global random state is left as it was.
+    The draft lies on `device` (default: the CPU), its embedding and heads on `tables` (default: there too).
+    The global random state is left as it was.
     Raises ValueError when tensors, vocabulary map or weights are not those of this config.
     """
     device = device or torch.device("cpu")
+    tables = tables or device
     _check_shapes(config, embed=embed, norm=norm, head=head)
     check_vocab_map(t2d, d2t, draft_vocab_size=config.draft_vocab_size)
     with torch.device("meta"):  # shapes alone: nothing is drawn that is replaced below
         model = Eagle3DraftModel(config)
     kept = embed.dtype if embed.itemsize == 2 else torch.float32
-    draft_head = head[t2d.to(head.device, torch.bool)].to(device, torch.float32)  # [D, H]
+    draft_head = head[t2d.to(head.device, torch.bool)].to(tables, torch.float32)  # [D, H]
     draft_head.mul_(logit_scale)
     tensors = {
-        "embed_tokens.weight": embed.to(device, kept),
+        "embed_tokens.weight": embed.to(tables, kept),
         "lm_head.weight": draft_head,
         "verifier_lm_head.weight": draft_head,
         "verifier_norm.weight": norm.to(device, torch.float32, copy=True),

@@ -100,6 +100,9 @@ class StepPlan(_OnDevice):
     scored: Tensor  # [U, K] index into the K steps' rows one after the other; their sum = none
     weights: Tensor  # [U, K] 1 where the loss counts, else 0
     supervised: tuple[int, ...]  # targets counted in each step's loss
+    embeds: Tensor | None = (
+        None  # [E, H] embeddings of key_embeds; none = look them up in the draft
+    )
 
 
 def plan_steps(

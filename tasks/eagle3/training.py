@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,8 @@ class Training:
         self._optimizer = Optimizers(self.parameters.values(), settings)
         self._initial = {name: _fingerprint(value) for name, value in self.parameters.items()}
         self._best: dict[str, Tensor] = {}
+        self._best_copies = HostCopies(self._device)
+        self._best_copied: Any = None  # event of the copy that may still be under way
         self._stored_best_step: int | None = None
         self._copies = HostCopies(self._device)
         self._checkpoint_due = 0.0
@@ -111,7 +114,7 @@ class Training:
                     on_step(self.position.step, self.total_steps, self._note())
                     self._offer_checkpoint(writer)
                     self._close_epoch_if_done(writer)
-        return self._best
+        return self._best_weights()
 
     @property
     def waited_seconds(self) -> float:
@@ -134,7 +137,7 @@ class Training:
         position = self.position
         tensors = collect_tensors(self.parameters, self._optimizer.state)
         if position.best_step not in {None, position.step, self._stored_best_step}:
-            tensors |= {f"{BEST}{name}": value for name, value in self._best.items()}
+            tensors |= {f"{BEST}{name}": value for name, value in self._best_weights().items()}
         return TrainingState.of(position, tensors, self._unread)
 
     def resume(self, state: TrainingState) -> None:
@@ -142,7 +145,7 @@ class Training:
         restore_tensors(state.tensors, self.parameters, self._optimizer.state)
         self.position = state.position
         best = named(state.tensors, BEST)
-        self._best = {name: value.to(self._device, copy=True) for name, value in best.items()}
+        self._best = {name: value.to("cpu", copy=True) for name, value in best.items()}
         self._stored_best_step = state.position.best_step
 
     def unmoved(self) -> list[str]:
@@ -227,6 +230,7 @@ class Training:
         values = self._ranks.sum({"loss": loss.detach(), **values})
         self._ranks.receive_gradients()
         self._copies.before_change()
+        self._best_copies.before_change()
         norm = self._optimizer.step(values["loss"])
         self._optimizer.zero_grad()
         position.step += 1
@@ -290,12 +294,14 @@ class Training:
 
     @torch.no_grad()
     def _keep_best(self) -> None:
-        self._copies.before_change()
-        for name, value in self.parameters.items():
-            if name in self._best:
-                self._best[name].copy_(value)
-            else:
-                self._best[name] = value.detach().clone()
+        """Copy the weights to the host, on a GPU behind the steps that follow."""
+        self._best_copies.make_room(self.parameters)
+        self._best, self._best_copied = self._best_copies.start(self.parameters)
+
+    def _best_weights(self) -> dict[str, Tensor]:
+        if self._best_copied is not None:
+            self._best_copied.synchronize()
+        return self._best
 
     def _note(self) -> str:
         if not self.position.history:

@@ -9,7 +9,7 @@ size, A = captured layers, C = head width.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -47,20 +47,23 @@ class FrozenHeads:
 
 
 def frozen_heads(draft: Eagle3DraftModel, precision: Precision) -> FrozenHeads:
-    """Convert the two heads, which no step changes."""
+    """Convert the two heads, which no step changes, on the device of what trains."""
     own, verifier = draft.lm_head.weight.detach(), draft.verifier_lm_head.weight.detach()
-    converted = own.to(_dtype(draft, precision))
+    converted = own.to(draft.fc.weight.device, _dtype(draft, precision))
     if own.data_ptr() == verifier.data_ptr():
         return FrozenHeads(converted, converted)
-    return FrozenHeads(converted, verifier.to(converted.dtype))
+    return FrozenHeads(converted, verifier.to(converted))
 
 
 def plan_batch(
     draft: Eagle3DraftModel, batch: PackedBatch, *, ttt_steps: int, precision: Precision = "fp32"
 ) -> StepPlan:
-    """The batch's plan, made on the host: do it while the batch is still there."""
+    """The batch's plan, made on the host: do it while the batch is still there.
+
+    With an embedding on the host, the rows that the step needs of it are in the plan.
+    """
     attention: Any = draft.layers[0].self_attn
-    return plan_steps(
+    plan = plan_steps(
         batch.loss_mask,
         batch.document_ids,
         ttt_steps=ttt_steps,
@@ -69,6 +72,13 @@ def plan_batch(
             draft.fc.weight.device, _dtype(draft, precision), head_width=attention.head_dim
         ),
     )
+    table = draft.embed_tokens.weight.detach()
+    if table.device.type != "cpu":
+        return plan
+    tokens = batch.input_ids.cpu().index_select(0, plan.key_embeds)
+    pinned = draft.fc.weight.device.type == "cuda"
+    rows = torch.empty(len(tokens), table.shape[1], dtype=table.dtype, pin_memory=pinned)
+    return replace(plan, embeds=torch.index_select(table, 0, tokens, out=rows))
 
 
 def training_forward(
@@ -236,7 +246,9 @@ def _project_embeds(
 ) -> tuple[Tensor, Tensor]:
     """The frozen embeddings' part of the first layer's projections, for all steps."""
     with torch.no_grad():
-        rows = draft.embed_tokens(batch.input_ids.index_select(0, plan.key_embeds))  # [E, H]
+        rows = plan.embeds  # [E, H]
+        if rows is None:
+            rows = draft.embed_tokens(batch.input_ids.index_select(0, plan.key_embeds))
         normed = normalize(rows, eps=layer.eps, dtype=layer.dtype)
         at = torch.searchsorted(plan.key_embeds, plan.query_embeds)
         for_queries = normed if len(at) == len(normed) else normed.index_select(0, at)

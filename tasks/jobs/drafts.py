@@ -24,11 +24,15 @@ def make_draft(
     *,
     seed: int,
     device: torch.device = CPU,
+    tables: torch.device | None = None,
     draft_tokens: int = 3,
     verifier_path: str | None = None,
     weights: dict[str, Tensor] | None = None,
 ) -> Eagle3DraftModel:
-    """Build the draft of `tasks.train.draft_parts`, its trainable part from `weights` or else drawn from `seed`."""
+    """Build the draft of `tasks.train.draft_parts`, its trainable part from `weights` or else drawn from `seed`.
+
+    It lies on `device`, its embedding and heads on `tables`, by default there too.
+    """
     verifier = artifacts.require(store, parts["verifier"])
     facts, head = open_facts(store, verifier), open_head(store, verifier)
     with artifacts.open_file(store, artifacts.require(store, parts["vocab_map"]), VOCAB_FILE) as p:
@@ -54,6 +58,7 @@ def make_draft(
         d2t=torch.from_numpy(vocab["d2t"]),
         seed=seed,
         device=device,
+        tables=tables,
         weights=weights,
     )
 

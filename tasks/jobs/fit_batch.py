@@ -8,7 +8,7 @@ from storage.store import Store
 from tasks.child import ProgressCallback
 from tasks.eagle3.batch_fit import LARGEST_TOKENS, fits_gpu, largest_fitting, usable_bytes
 from tasks.eagle3.training_settings import TrainSettings
-from tasks.jobs.drafts import make_draft
+from tasks.jobs.drafts import CPU, make_draft
 from tasks.jobs.models import resolve_device
 from tasks.jobs.verifiers import open_facts
 
@@ -20,7 +20,7 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
     store, wanted = Store(request["store"]), Identity(**request["identity"])
     settings = TrainSettings.model_validate(request["settings"])
     device = resolve_device(settings.device)
-    draft = make_draft(store, request["draft_parts"], seed=settings.seed, device=device)
+    draft = make_draft(store, request["draft_parts"], seed=settings.seed, device=device, tables=CPU)
     verifier = artifacts.require(store, request["draft_parts"]["verifier"])
     transform = open_facts(store, verifier).transform
     room_bytes = usable_bytes(device)

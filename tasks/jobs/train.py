@@ -23,7 +23,7 @@ from tasks.eagle3.ranks import Ranks
 from tasks.eagle3.training import Training
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_state import Position, TrainingState
-from tasks.jobs.drafts import make_draft, trained_weights
+from tasks.jobs.drafts import CPU, make_draft, trained_weights
 from tasks.jobs.models import resolve_device
 from tasks.jobs.ranks import joined
 from tasks.jobs.samples import open_samples
@@ -114,6 +114,7 @@ def _open_training(
         request["draft_parts"],
         seed=settings.seed,
         device=_taken(settings.device),
+        tables=CPU,  # a step reads some rows of the embedding, and the heads in its own precision
         weights=None if initial is None else trained_weights(store, initial),
     )
     checkpoint = checkpoints.load_latest(on_bad=settings.on_bad_checkpoint)

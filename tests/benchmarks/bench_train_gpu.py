@@ -9,6 +9,7 @@ and the eager loss (its fused one does not compile with torch 2.11). Each side r
 
 import argparse
 import datetime as dt
+import functools
 import gc
 import json
 import sys
@@ -33,10 +34,10 @@ from tasks.eagle3.draft import (  # noqa: E402
     eager_loss,
     trainable_parameters,
 )
-from tasks.eagle3.step_plan import StepPlan, plan_steps  # noqa: E402
+from tasks.eagle3.step_plan import StepPlan  # noqa: E402
 from tasks.eagle3.training import Training  # noqa: E402
 from tasks.eagle3.training_settings import TrainSettings  # noqa: E402
-from tasks.eagle3.training_step import frozen_heads, training_forward  # noqa: E402
+from tasks.eagle3.training_step import frozen_heads, plan_batch, training_forward  # noqa: E402
 
 TTT_STEPS = 3
 DRAFT_VOCAB = 32_000
@@ -57,7 +58,7 @@ SHAPES = {"qwen3-8b": (QWEN3_8B, 8192), "kimi-k2.5": (KIMI_K25, 4096)}
 """Verifier's sizes and packed tokens of a step."""
 
 
-def make_draft(sizes: dict[str, Any]) -> Eagle3DraftModel:
+def make_draft(sizes: dict[str, Any], tables: str = "cpu") -> Eagle3DraftModel:
     """This project's draft on the GPU, around random tensors in bf16, the same ones at every call."""
     config = draft_config(
         sizes,
@@ -85,12 +86,13 @@ def make_draft(sizes: dict[str, Any]) -> Eagle3DraftModel:
         d2t=torch.zeros(DRAFT_VOCAB, dtype=torch.long),
         seed=0,
         device=torch.device("cuda"),
+        tables=torch.device(tables),
     )
 
 
 def make_peer_draft(sizes: dict[str, Any]) -> Eagle3DraftModel:
     """speculators' own model of the same values, in fp32 as its Trainer holds it."""
-    source = make_draft(sizes)
+    source = make_draft(sizes, tables="cuda")
     source.config.transformer_layer_config._attn_implementation = "simple_flex_attention"
     with torch.device("cuda"):
         peer: Eagle3DraftModel = Eagle3DraftModel(source.config).float()
@@ -116,17 +118,17 @@ def make_samples(sizes: dict[str, Any], count: int) -> list[TrainingSample]:
 Forward = Callable[[PackedBatch, StepPlan | None], torch.Tensor]
 
 
-def our_plan(batch: PackedBatch) -> StepPlan:
-    """What the attention of a GPU needs."""
-    return plan_steps(batch.loss_mask, batch.document_ids, ttt_steps=TTT_STEPS, sequences=True)
+def planner(draft: Eagle3DraftModel) -> Callable[[PackedBatch], StepPlan]:
+    """What makes the plan of a batch."""
+    return functools.partial(plan_batch, draft, ttt_steps=TTT_STEPS, precision="bf16")
 
 
 def our_forward(draft: Eagle3DraftModel) -> Forward:
     """This project's step."""
-    heads = frozen_heads(draft, "bf16")
+    heads, plan_of = frozen_heads(draft, "bf16"), planner(draft)
 
     def forward(batch: PackedBatch, plan: StepPlan | None) -> torch.Tensor:
-        plan = plan or our_plan(batch)
+        plan = plan or plan_of(batch)
         return training_forward(
             draft, batch.to("cuda"), ttt_steps=TTT_STEPS, precision="bf16", plan=plan, heads=heads
         ).loss
@@ -196,7 +198,7 @@ def measure(
         del optimizer
         waited = run_training(draft, samples, tokens=each * (DOCUMENT + 1), clock=clock)
     else:
-        feed = BatchFeed(samples, torch.device("cuda"), our_plan)
+        feed = BatchFeed(samples, torch.device("cuda"), planner(draft))
         order = (planned[n % len(planned)] for n in range(WARM_STEPS + STEPS))
         for ready in feed.batches(order):
             step(ready.batch, ready.plan)

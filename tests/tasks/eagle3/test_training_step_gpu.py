@@ -70,6 +70,19 @@ def test_fp32_products_on_the_gpu_equal_the_cpus() -> None:
     torch.testing.assert_close(on_gpu[0].cpu(), result.loss.detach(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_embedding_and_heads_on_the_host_change_no_bit(precision: str) -> None:
+    draft, batch = make_draft().cuda(), make_batch(lengths=(9, 2, 117, 3, 230))
+    there = step(draft, batch, precision=precision)
+    for table in (draft.embed_tokens, draft.lm_head, draft.verifier_lm_head):
+        table.cpu()
+    here = step(draft, batch, precision=precision)
+
+    assert torch.equal(here[0], there[0])
+    for name, gradient in there[2].items():
+        assert torch.equal(here[2][name], gradient), name
+
+
 @pytest.mark.parametrize(
     "rows",
     [[0], [-1], [7, 8], [0, 20, 140, -1]],

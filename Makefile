@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check format docs bench-train bench-demo clean install
+.PHONY: help demo test test-vllm check format docs bench-train bench-capture bench-demo clean install
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,10 @@ docs: $(INSTALLED) ## generate SETTINGS.md and the README's table of verifier fa
 
 bench-train: $(INSTALLED) ## training step on this CPU against speculators' own forward and loss
 	$(BIN)/python tests/benchmarks/bench_train.py --record
+	$(BIN)/python tests/benchmarks/table.py
+
+bench-capture: $(INSTALLED) ## capture on this CPU against a plain transformers loop
+	$(BIN)/python tests/benchmarks/bench_capture.py --record
 	$(BIN)/python tests/benchmarks/table.py
 
 bench-demo: $(INSTALLED) ## the demo from nothing: seconds, peak memory, acceptance length

@@ -1,4 +1,4 @@
-"""The command line: outrider run | estimate | inspect | status | report | verify | settings."""
+"""The command line: outrider run | estimate | inspect | status | report | verify | prune | settings."""
 
 import argparse
 import json
@@ -44,12 +44,14 @@ def _run(options: argparse.Namespace) -> int:
     from flows.settings import load_settings  # noqa: PLC0415
     from storage.store import Store  # noqa: PLC0415
     from tasks.eagle3.draft_plan import check_file  # noqa: PLC0415
+    from tasks.gpus import check_there  # noqa: PLC0415
     from tasks.verifier_sources import check_local  # noqa: PLC0415
 
     settings = load_settings(options.file, options.set)
     # what these refuse should not wait for a server to start
     Store(settings.store).check_writable()
     check_file(settings.draft)
+    check_there(settings.devices)
     check_local(settings.verifier)
     with shown_run(debug=options.debug), api_server():
         from flows.train_draft import train_draft  # noqa: PLC0415
@@ -130,6 +132,31 @@ def _verify(options: argparse.Namespace) -> int:
     return FAILED
 
 
+def _prune(options: argparse.Namespace) -> int:
+    from flows.prune import Choice, carry_out, parse_age, plan_prune, render_plan  # noqa: PLC0415
+    from flows.settings import load_settings  # noqa: PLC0415
+    from storage.store import Store  # noqa: PLC0415
+    from tasks.byte_sizes import parse_bytes, show_bytes  # noqa: PLC0415
+
+    store = Store(load_settings(options.file, options.set).store)
+    keep_bytes = None if options.keep_bytes is None else parse_bytes(options.keep_bytes)
+    choice = Choice(
+        runs=tuple(options.run),
+        older_than=None if options.older_than is None else parse_age(options.older_than),
+        keep_bytes=keep_bytes,
+        states_only=options.states,
+    )
+    plan = plan_prune(store, choice)
+    print(render_plan(plan))
+    if keep_bytes is not None and plan.left_bytes > keep_bytes:
+        print(f"more than {show_bytes(keep_bytes)} are left: the newest run and live ones stay")
+    if options.dry_run:
+        print("nothing was removed (--dry-run)")
+    else:
+        carry_out(store, plan)
+    return DONE
+
+
 def _settings(_: argparse.Namespace) -> int:
     from flows.settings import describe_settings  # noqa: PLC0415
 
@@ -195,6 +222,22 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--repair", action="store_true", help="set aside what is wrong: the next run makes it anew"
     )
+    sub = add_file("prune", _prune, "remove artifacts that no run of the store refers to")
+    sub.add_argument(
+        "--run",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="give this run up; may be repeated",
+    )
+    sub.add_argument("--older-than", metavar="AGE", help="give up runs that began so long ago: 30d")
+    sub.add_argument(
+        "--keep-bytes", metavar="SIZE", help="give up the oldest runs until this is left: 50GB"
+    )
+    sub.add_argument(
+        "--states", action="store_true", help="of completed runs only the captured states"
+    )
+    sub.add_argument("--dry-run", action="store_true", help="print what would go, remove nothing")
     add("settings", _settings, "print the reference of all settings as Markdown")
     return parser
 

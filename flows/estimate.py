@@ -8,12 +8,15 @@ from typing import Any
 
 from flows.settings import PipelineSettings
 from storage.store import Store
-from tasks.capture import bytes_per_token, capture_key, captured_samples, wanted_samples
+from tasks.byte_sizes import show_bytes
+from tasks.capture import bytes_per_token, capture_key
 from tasks.collect import collect
+from tasks.disk_space import DiskSpaceError, check_states_space
 from tasks.eagle3.draft_plan import check_file, plan_draft
 from tasks.load_verifier import Verifier, load_verifier, open_verifier
 from tasks.map_vocab import check_draft_size
 from tasks.regenerate import find_regenerated
+from tasks.sample_index import SampleCount, count_samples
 from tasks.stage import StageResult, call
 from tasks.tokenize_chats import tokenize_chats
 from tasks.verifier_sources import find_model
@@ -45,30 +48,28 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
     written: StageResult | None = conversations
     if settings.data.regenerate:
         written = find_regenerated(store, conversations, verifier, settings.regenerate)
-    wanted = _wanted(store, settings, conversations, written=written, verifier=verifier)
-    captured = {
-        sample
-        for _, ids in captured_samples(store, capture_key(verifier, settings.capture))
-        for sample in ids
-    }
-    tokens = sum(wanted.values())
-    missing = {sample: n for sample, n in wanted.items() if sample not in captured}
+    wanted, missing, quarantined = _counts(
+        store, settings, conversations, written=written, verifier=verifier
+    )
     per_token = bytes_per_token(verifier, settings.capture)
-    missing_bytes = sum(missing.values()) * per_token
-    flops = 2 * verifier.facts.parameters * sum(missing.values())
+    missing_bytes = missing.tokens * per_token
+    flops = 2 * verifier.facts.parameters * missing.tokens
     return {
         "at_most": written is None,
         "conversations": conversations.rows,
-        "samples": len(wanted),
-        "tokens": tokens,
+        "samples": wanted.samples,
+        "tokens": wanted.tokens,
+        "codec": settings.capture.codec,
         "bytes_per_token": per_token,
-        "state_bytes": tokens * per_token,
-        "captured_samples": len(wanted) - len(missing),
-        "missing_samples": len(missing),
-        "missing_tokens": sum(missing.values()),
+        "state_bytes": wanted.tokens * per_token,
+        "captured_samples": wanted.samples - missing.samples - quarantined,
+        "quarantined_samples": quarantined,
+        "missing_samples": missing.samples,
+        "missing_tokens": missing.tokens,
         "missing_bytes": missing_bytes,
-        "shards": _shards(settings, missing_bytes, len(missing)),
+        "shards": _shards(settings, missing_bytes, missing.samples),
         "free_bytes": store.free_bytes(),
+        "shortage": _shortage(store, settings, missing, bytes_per_token=per_token),
         "verifier_parameters": verifier.facts.parameters,
         "capture_gpu_hours": flops / ASSUMED_FLOPS / 3600,
         "draft_size": draft_size,
@@ -78,23 +79,44 @@ def estimate(settings: PipelineSettings) -> dict[str, Any]:
     }
 
 
-def _wanted(
+def _shortage(
+    store: Store, settings: PipelineSettings, missing: SampleCount, *, bytes_per_token: int
+) -> str | None:
+    """What a run would be refused for, where the store has too little room."""
+    try:
+        check_states_space(
+            store,
+            samples=missing.samples,
+            tokens=missing.tokens,
+            bytes_per_token=bytes_per_token,
+            codec=settings.capture.codec,
+        )
+    except DiskSpaceError as error:
+        return str(error)
+    return None
+
+
+def _counts(
     store: Store,
     settings: PipelineSettings,
     conversations: StageResult,
     *,
     written: StageResult | None,
     verifier: Verifier,
-) -> dict[str, int]:
-    """Tokens of each sample: counted, or where the verifier still has to write the answers, the most there can be."""
+) -> tuple[SampleCount, SampleCount, int]:
+    """Count the samples: all, those to be captured, the quarantined; answers still to be written at their longest."""
     if written is None:
-        return {
-            f"conversation {i}": settings.tokenize.max_tokens for i in range(conversations.rows)
-        }
+        longest = SampleCount(conversations.rows, conversations.rows * settings.tokenize.max_tokens)
+        return longest, longest, 0
     samples = call(
         tokenize_chats, store, written, verifier, settings.tokenize, settings.data.max_dropped
     )
-    return wanted_samples(store, samples)
+    return count_samples(
+        store,
+        samples.parts,
+        capture_key(verifier, settings.capture),
+        retry_quarantined=settings.capture.retry_quarantined,
+    )
 
 
 def render(figures: dict[str, Any]) -> str:
@@ -111,16 +133,17 @@ def render(figures: dict[str, Any]) -> str:
         f"draft      {_layer(figures['draft_layer'])}, vocabulary of {figures['draft_size']:,} tokens",
         f"samples    {figures['samples']:,} of {figures['tokens']:,} tokens "
         f"from {figures['conversations']:,} conversations",
-        f"states     {_size(figures['state_bytes'])} = {figures['tokens']:,} tokens x ({layers} layers + 1) x "
-        f"{figures['hidden_size']} values x 2 bytes",
-        f"captured   {figures['captured_samples']:,} samples are there; {figures['missing_samples']:,} to do: "
-        f"{figures['missing_tokens']:,} tokens, {_size(figures['missing_bytes'])}, {figures['shards']} shards",
-        f"store      {_size(free)} free" if free is not None else "store      no limit known",
+        f"states     {show_bytes(figures['state_bytes'])} = {figures['tokens']:,} tokens x ({layers} layers + 1) x "
+        f"{_state(figures)}",
+        f"captured   {figures['captured_samples']:,} samples are there, "
+        f"{figures['quarantined_samples']:,} quarantined; {figures['missing_samples']:,} to do: "
+        f"{figures['missing_tokens']:,} tokens, {show_bytes(figures['missing_bytes'])}, {figures['shards']} shards",
+        f"store      {show_bytes(free)} free" if free is not None else "store      no limit known",
         f"capture    {figures['capture_gpu_hours']:.3f} GPU hours = 2 x {figures['verifier_parameters'] / 1e6:,.1f} M "
         f"parameters x {figures['missing_tokens']:,} tokens / {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s",
     ]
-    if free is not None and figures["missing_bytes"] > free:
-        lines.append("           NOT ENOUGH: free some space or name another store")
+    if figures["shortage"] is not None:
+        lines.append(f"TOO LITTLE {figures['shortage']}")
     return "\n".join(lines)
 
 
@@ -133,14 +156,12 @@ def _layer(layer: dict[str, Any]) -> str:
     )
 
 
+def _state(figures: dict[str, Any]) -> str:
+    if figures["codec"] == "fp8":
+        return f"({figures['hidden_size']} values x 1 byte + a scale of 2)"
+    return f"{figures['hidden_size']} values x 2 bytes"
+
+
 def _shards(settings: PipelineSettings, size: int, samples: int) -> int:
     by_size = -(-size // (settings.capture.shard_megabytes * 1_000_000))
     return max(by_size, -(-samples // settings.capture.rows_per_shard))
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"

@@ -14,8 +14,8 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from flows.settings import PipelineSettings
 from flows.stage_page import describe_stage
 from storage.layout import run_record
-from storage.store import Store
-from tasks.stage import StageResult
+from storage.store import Store, StoreError
+from tasks.stage import StageResult, announce
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class RunRecord:
             "settings": settings.model_dump(mode="json"),
             "at": "the start",
             "stages": {},
+            "making": [],
             "speculator": None,
             "acceptance_length": None,
         }
@@ -46,7 +47,11 @@ class RunRecord:
         """Run one stage's task to its end and return its result."""
         if self.record["at"] != task.name:
             self.begin(task.name)
-        result: StageResult = task.submit(*args, **kwargs).result()
+        telling = announce.set(self.making)
+        try:
+            result: StageResult = task.submit(*args, **kwargs).result()
+        finally:
+            announce.reset(telling)
         return self.done(task.name, result, time.monotonic() - self._begun)
 
     def begin(self, name: str) -> None:
@@ -54,6 +59,11 @@ class RunRecord:
         self.record["at"] = name
         self._save()
         self._begun = time.monotonic()
+
+    def making(self, paths: list[str]) -> None:
+        """Note what the stage under way is making: should the run end here, the next one goes on with it."""
+        self.record["making"] = paths
+        self._save()
 
     def begin_again(self) -> None:
         """Note that all stages are gone through once more."""
@@ -73,6 +83,7 @@ class RunRecord:
             "parts": [part.path for part in result.parts],
         }
         self.record["stages"][name] = entry
+        self.record["making"] = []
         self._save()
         logger.info(
             "%s: %s, %s rows, %.1f s, key %s",
@@ -114,7 +125,10 @@ class RunRecord:
             self.record |= {"state": "failed", "error": f"{type(error).__name__}: {error}"}
         else:
             self.record |= {"state": "stopped", "error": f"stopped by {type(error).__name__}"}
-        self._close()
+        try:
+            self._close()
+        except StoreError as problem:  # the run's own error is the one to be seen
+            logger.warning("the record of the run stays as it was: %s", problem)
 
     def _close(self) -> None:
         self.record.pop("at", None)

@@ -3,40 +3,76 @@
 import json
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
-from storage.layout import RUN_RECORDS
+from storage.layout import (
+    BATCH_SIZES,
+    CAPTURE_PLAN,
+    CHECKPOINTS,
+    CONVERSATIONS,
+    EVALUATION,
+    REFERENCE,
+    REGENERATED,
+    RUN_RECORDS,
+    SAMPLES,
+    SPECULATOR,
+    SPLIT,
+    STATES,
+    VERIFIER,
+    VOCAB_MAP,
+    WARM_START,
+)
 from storage.store import Store
 
 Record = dict[str, Any]
 
-ORDER = (
-    "load_verifier",
-    "collect",
-    "regenerate",
-    "tokenize_chats",
-    "split",
-    "map_vocab",
-    "capture",
-    "train",
-    "evaluate",
-    "export",
-)
-"""Stages as they run; JSON files keep their keys sorted by name."""
+PLACES = {
+    "load_verifier": (VERIFIER,),
+    "warm_start": (WARM_START,),
+    "collect": (CONVERSATIONS,),
+    "regenerate": (REGENERATED,),
+    "tokenize_chats": (SAMPLES,),
+    "split": (SPLIT,),
+    "map_vocab": (VOCAB_MAP,),
+    "fit_batch": (BATCH_SIZES,),
+    "capture": (CAPTURE_PLAN, STATES),
+    "train": (CHECKPOINTS,),
+    "evaluate": (REFERENCE, EVALUATION),
+    "export": (SPECULATOR,),
+}
+"""Stages as they run, for JSON files keep their keys sorted by name; and where in a store each writes."""
 
 
 def list_records(store_url: str) -> list[Record]:
-    """Return the records of all runs of a store, oldest first."""
+    """Return the records of all runs of a store, oldest first; what is no record is left out."""
     store = Store(store_url)
     if not store.is_there():
         raise ValueError(f"there is no store at {store.url}; name one by --store or OUTRIDER_STORE")
+    records = [_read(store, name) for name in store.files(RUN_RECORDS)]
+    return sorted((r for r in records if r is not None), key=lambda record: str(record["run"]))
+
+
+def read_all(store: Store) -> list[Record]:
+    """Return the records of all runs, oldest first.
+
+    Raises ValueError for one that cannot be read: what its run needs is unknown.
+    """
     records = []
     for name in store.files(RUN_RECORDS):
-        try:
-            records.append(_in_order(store.read_json(f"{RUN_RECORDS}/{name}")))
-        except (ValueError, KeyError, TypeError, RecursionError, FileNotFoundError):
-            continue  # not a record, or gone meanwhile
-    return sorted(records, key=lambda record: str(record.get("run")))
+        record = _read(store, name)
+        if record is None and store.exists(f"{RUN_RECORDS}/{name}"):
+            raise ValueError(
+                f"the record {store.url}/{RUN_RECORDS}/{name} cannot be read, so what its run needs is unknown; "
+                "mend it, or delete it to give the run up"
+            )
+        records += [record] if record is not None else []
+    return sorted(records, key=lambda record: str(record["run"]))
+
+
+def is_live(record: Record) -> bool:
+    """Tell whether a run is under way, as far as can be told from here."""
+    return bool(record["state"] == "running")
 
 
 def find_record(store_url: str, run_id: str) -> Record:
@@ -44,16 +80,22 @@ def find_record(store_url: str, run_id: str) -> Record:
 
     Raises ValueError when there is none, or more than one.
     """
-    records = list_records(store_url)
+    try:
+        return find_in(list_records(store_url), run_id, store_url)
+    except LookupError as error:
+        raise ValueError(f"{error} (--store or OUTRIDER_STORE names another store)") from error
+
+
+def find_in(records: Sequence[Record], run_id: str, store_url: str) -> Record:
+    """Return the one of a store's records with this id or beginning of an id, or the "latest"; else LookupError."""
     if run_id == "latest":
-        found = records[-1:]
+        found = list(records[-1:])
     else:
         found = [record for record in records if str(record["run"]).startswith(run_id)]
     if len(found) != 1:
         known = ", ".join(str(record["run"]) for record in records[-5:]) or "none"
-        raise ValueError(
-            f"{len(found)} runs of the store {store_url} match {run_id!r}; the last ones are: {known} "
-            "(--store or OUTRIDER_STORE names another store)"
+        raise LookupError(
+            f"{len(found)} runs of the store {store_url} match {run_id!r}; the last ones are: {known}"
         )
     return found[0]
 
@@ -118,8 +160,17 @@ def render_record(record: Record) -> str:
     return "\n".join(lines)
 
 
+def _read(store: Store, name: str) -> Record | None:
+    """Return a record, or None when it is none or has gone meanwhile."""
+    try:
+        return _in_order(store.read_json(f"{RUN_RECORDS}/{name}"))
+    except (ValueError, KeyError, TypeError, RecursionError, FileNotFoundError):
+        return None
+
+
 def _in_order(record: Record) -> Record:
-    stages = sorted(record["stages"].items(), key=lambda item: ORDER.index(item[0]))
+    order = list(PLACES)
+    stages = sorted(record["stages"].items(), key=lambda item: order.index(item[0]))
     record = {**record, "stages": dict(stages)}
     if record["state"] == "running" and _has_gone(record["process"]):
         record["state"] = "killed"

@@ -3,7 +3,7 @@
 import difflib
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -65,6 +65,16 @@ class PipelineSettings(BaseModel):
     export: ExportSettings = Field(default=ExportSettings(), title="Export")
     """The speculators checkpoint."""
 
+    @property
+    def devices(self) -> dict[str, str]:
+        """Key -> device of the stages that compute on this machine."""
+        groups = {"train": self.train.device, "evaluate": self.evaluate.device}
+        if self.data.regenerate:
+            groups["regenerate"] = self.regenerate.device
+        if self.capture.nodes == 1:
+            groups["capture"] = self.capture.device
+        return {f"{group}.device": device for group, device in groups.items()}
+
     @field_validator("store")
     @classmethod
     def _seen_by_child_processes(cls, url: str) -> str:
@@ -75,6 +85,19 @@ class PipelineSettings(BaseModel):
             )
         Store(url)  # refuses what is no URL of a known kind
         return url
+
+    @model_validator(mode="after")
+    def _seen_by_other_machines(self) -> Self:
+        if (
+            self.capture.nodes > 1
+            and self.store != Store(self.store).url
+            and "://" not in self.store
+        ):
+            raise ValueError(
+                f"store {self.store} is a relative path, and capture.nodes is {self.capture.nodes}: name a bucket, or "
+                "the absolute path of a directory that all machines share"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -91,7 +114,7 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> PipelineSet
     Raises SettingsError for a missing or broken file, an unknown key or a value that does not fit.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise SettingsError(f"settings file {path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -103,6 +126,20 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> PipelineSet
     for override in overrides or []:
         _override(values, override)
     return parse_settings(values)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML whose mappings name no key twice: the second would silently replace the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping; ConstructorError for a key that is there already."""
+        names = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if names.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 def parse_settings(values: dict[str, Any]) -> PipelineSettings:
@@ -191,6 +228,9 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         known = _known_keys(problem["loc"][:-1])
         name = str(problem["loc"][-1])
+        nearest = _in_a_group(name) if len(problem["loc"]) == 1 else None
+        if nearest is not None:
+            return f"{where}: there is no such setting; did you mean {nearest}?"
         nearest = _nearest(name, known)
         hint = f"; did you mean {nearest}?"
         if nearest != _initials(name) and not difflib.get_close_matches(
@@ -200,8 +240,25 @@ def _explain(problem: Any) -> str:
         return f"{where}: there is no such setting{hint}"
     if problem["type"] == "missing":
         return f"{where}: this setting is required"
+    if problem["type"] in {"tuple_type", "list_type"}:
+        return f"{where}: write a list, for example [a, b] (given: {problem['input']!r})"
+    if problem["type"] in {"model_type", "dict_type"}:
+        keys = ", ".join(_known_keys(problem["loc"]))
+        return f"{where}: write a group of settings, {{key: value}}, of {keys} (given: {problem['input']!r})"
     message = problem["msg"].removeprefix("Value error, ")
     return f"{where}: {message} (given: {problem['input']!r})"
+
+
+def _in_a_group(name: str) -> str | None:
+    """Return the one dotted key that ends in this name, if there is one."""
+    found = [
+        f"{group}.{name}"
+        for group, field in PipelineSettings.model_fields.items()
+        if isinstance(field.annotation, type)
+        and issubclass(field.annotation, BaseModel)
+        and name in field.annotation.model_fields
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _initials(name: str) -> str:

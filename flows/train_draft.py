@@ -10,12 +10,14 @@ from typing import Any
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
+from flows.capture_nodes import check_deployment
 from flows.capture_states import run_capture
 from flows.run_log import send_log_to_prefect
 from flows.run_record import RunRecord
 from flows.settings import PipelineSettings
 from storage import artifacts
 from storage.artifacts import ArtifactError
+from storage.layout import capture_directory
 from storage.store import Store
 from tasks.capture import capture, plan_capture
 from tasks.child import kill_children
@@ -24,6 +26,7 @@ from tasks.eagle3.draft_plan import check_file, plan_draft
 from tasks.evaluate import check_prompts, evaluate
 from tasks.export import export
 from tasks.fit_batch import fit_batch, needs_fitting, settle_batch
+from tasks.gpus import check_there, stop_waiting
 from tasks.load_verifier import load_verifier, open_verifier
 from tasks.map_vocab import check_draft_size, map_vocab
 from tasks.regenerate import regenerate
@@ -63,6 +66,7 @@ def train_draft(settings: PipelineSettings, run_id: str | None = None) -> dict[s
     except BaseException as error:
         if not isinstance(error, Exception):  # stopped: no signal reaches the stages' threads
             kill_children()
+            stop_waiting()
             logger.warning("stopped in %s; run the same again to go on there", run.record["at"])
         run.fail(error)
         raise
@@ -82,6 +86,8 @@ def _rebuilding(run: RunRecord, store: Store, settings: PipelineSettings) -> dic
 
 def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[str, Any]:
     check_file(settings.draft)
+    check_there(settings.devices)
+    check_deployment(settings.capture)
     directory = str(fetch_model.submit(settings.verifier).result())
     options = settings.verifier
     loaded = run.stage(
@@ -96,6 +102,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
     )
     check_draft_size(settings.vocab, verifier.facts.vocab_size)
     draft = plan_draft(settings.draft, verifier.facts.text_config)
+    gpu_policy = settings.capture.gpu_policy
     layer_ids = settings.capture.layer_ids(verifier.facts.num_hidden_layers)
 
     initial = None
@@ -106,7 +113,9 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
 
     conversations = run.stage(collect, store, settings.data)
     if settings.data.regenerate:
-        conversations = run.stage(regenerate, store, conversations, verifier, settings.regenerate)
+        conversations = run.stage(
+            regenerate, store, conversations, verifier, settings.regenerate, gpu_policy
+        )
     samples = run.stage(
         tokenize_chats, store, conversations, verifier, settings.tokenize, settings.data.max_dropped
     )
@@ -123,15 +132,28 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
             verifier=verifier,
             draft=draft,
             settings=settings.train,
+            gpu_policy=gpu_policy,
         )
     training = settle_batch(settings.train, fitted)
     check_budget(samples, training)
 
     run.begin("capture")
-    plan = plan_capture(store, samples, verifier, settings.capture)
+    max_dropped = settings.data.max_dropped
+    plan = plan_capture(store, samples, verifier, settings.capture, max_dropped)
     if plan is not None:
-        run_capture(store, plan, verifier, settings.capture)
-    states = run.stage(capture, store, samples, verifier, settings.capture, reused=plan is None)
+        run.making([plan.path, capture_directory(plan.facts["capture_key"])])
+        run_capture(
+            store,
+            plan,
+            verifier,
+            settings.capture,
+            settings.verifier,
+            samples=samples.rows,
+            max_dropped=max_dropped,
+        )
+    states = run.stage(
+        capture, store, samples, verifier, settings.capture, max_dropped, reused=plan is None
+    )
     trained = run.stage(
         train,
         store,
@@ -144,6 +166,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
         draft=draft,
         settings=training,
         initial=initial,
+        gpu_policy=gpu_policy,
     )
     evaluation = run.stage(
         evaluate,
@@ -158,6 +181,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
         seed=settings.train.seed,
         settings=settings.evaluate,
         initial=initial,
+        gpu_policy=gpu_policy,
     )
     exported = run.stage(
         export,

@@ -9,7 +9,6 @@ This module looks artifacts up and opens them; `storage.writing` makes them and 
 module's names.
 """
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -24,12 +23,13 @@ from storage.identity import Identity
 from storage.layout import MANIFEST_NAME
 from storage.manifest import Manifest, digest_file
 from storage.store import Store, StoreError
-from storage.writing import Writer, remove_garbage, write
+from storage.writing import Writer, abandoned, remove_garbage, write
 
 __all__ = [
     "ArtifactError",
     "Identity",
     "Writer",
+    "abandoned",
     "check_digests",
     "find",
     "find_all",
@@ -41,9 +41,11 @@ __all__ = [
     "peek",
     "read_manifest",
     "remove",
+    "remove_all",
     "remove_garbage",
     "require",
     "set_aside",
+    "side_by_side",
     "verify",
     "write",
 ]
@@ -55,6 +57,7 @@ LOOKUP_THREADS = 16
 _checked_files: set[tuple[str, str, str, str]] = set()
 
 Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 
 class ArtifactError(RuntimeError):
@@ -79,7 +82,7 @@ def find(store: Store, identity: Identity) -> Manifest | None:
 
 def find_all(store: Store, identities: Iterable[Identity]) -> list[Manifest | None]:
     """`find` for many identities at once, in their order."""
-    return _side_by_side(lambda identity: find(store, identity), identities)
+    return side_by_side(lambda identity: find(store, identity), identities)
 
 
 def read_manifest(store: Store, path: str) -> Manifest | None:
@@ -152,7 +155,7 @@ def list_manifests(store: Store, parent: str) -> list[Manifest]:
             return read_manifest(store, path)
         return manifest
 
-    return [manifest for manifest in _side_by_side(read, paths) if manifest is not None]
+    return [manifest for manifest in side_by_side(read, paths) if manifest is not None]
 
 
 def verify(store: Store, manifest: Manifest, *, deep: bool) -> list[str]:
@@ -231,6 +234,14 @@ def local_directory(store: Store, manifest: Manifest) -> Path | None:
     return store.local_path(f"{manifest.path}/{attempts.pop()}")
 
 
+def side_by_side(look_up: Callable[[Item], Found], items: Iterable[Item]) -> list[Found]:
+    """Call `look_up` for all items in threads, in the caller's context: what they log is the caller's."""
+    with ThreadPoolExecutor(LOOKUP_THREADS) as pool:
+        # a context of its own for each: one cannot be entered twice at once
+        found = [pool.submit(copy_context().run, look_up, item) for item in items]
+        return [future.result() for future in found]
+
+
 def set_aside(store: Store, path: str, *, problem: str) -> None:
     """Let an artifact count as not made, its manifest kept under another name; none there is fine."""
     text = _manifest_text(store, path)
@@ -244,14 +255,15 @@ def remove(store: Store, path: str) -> None:
     store.delete(path)
 
 
-def _side_by_side(
-    look_up: Callable[[Item], Manifest | None], items: Iterable[Item]
-) -> list[Manifest | None]:
-    """Call `look_up` for all items in threads, in the caller's context: what they log is the caller's."""
-    with ThreadPoolExecutor(LOOKUP_THREADS) as pool:
-        # a context of its own for each: one cannot be entered twice at once
-        found = [pool.submit(copy_context().run, look_up, item) for item in items]
-        return [future.result() for future in found]
+def remove_all(store: Store, path: str) -> None:
+    """Delete an artifact and those below it, all manifests first: killed half-way, each is whole or none.
+
+    Those last in the alphabet go first: a training's steps before the metrics and the best weights that they refer to.
+    """
+    for name in sorted(store.sizes(path), reverse=True):
+        if name.rsplit("/", 1)[-1] == MANIFEST_NAME:
+            store.delete(f"{path}/{name}")
+    store.delete(path)
 
 
 def _check_digest(store: Store, manifest: Manifest, name: str, *, path: Path) -> None:
@@ -281,8 +293,8 @@ def _manifest_text(store: Store, path: str) -> bytes | None:
 def _parsed(text: bytes, path: str) -> Manifest | None:
     """The manifest in `text`, found at `path`; None when it is none."""
     try:
-        return Manifest.model_validate({**json.loads(text), "path": path})
-    except (ValueError, TypeError):
+        return Manifest.from_text(text, path=path)
+    except ValueError:
         return None
 
 

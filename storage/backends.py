@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import fsspec
 
@@ -41,6 +42,9 @@ class Backend(Protocol):
 
     def read(self, path: str) -> bytes:
         """The whole content; FileNotFoundError when missing."""
+
+    def open(self, path: str) -> BinaryIO:
+        """The file, to read parts of it; FileNotFoundError when missing."""
 
     def write(self, path: str, data: bytes) -> None:
         """Replace the content in one step."""
@@ -117,6 +121,10 @@ class LocalBackend:
     def read(self, path: str) -> bytes:
         """The whole content."""
         return (self.root / path).read_bytes()
+
+    def open(self, path: str) -> BinaryIO:
+        """The file."""
+        return (self.root / path).open("rb")
 
     def write(self, path: str, data: bytes) -> None:
         """Write beside the destination, then rename over it."""
@@ -209,6 +217,14 @@ class RemoteBackend:
         """One get."""
         return bytes(self.filesystem.cat_file(self._full(path)))
 
+    def open(self, path: str) -> BinaryIO:
+        """A look-up, then one get for each part that is read."""
+        if self.in_memory:
+            # its open files are shared: two readers at once would move each other's position
+            return BytesIO(self.read(path))
+        file: BinaryIO = self.filesystem.open(self._full(path), "rb", cache_type="none")
+        return file
+
     def write(self, path: str, data: bytes) -> None:
         """One put."""
         self.filesystem.pipe_file(self._full(path), data)
@@ -229,7 +245,7 @@ class RemoteBackend:
     def fetch(self, path: str, target: Path) -> None:
         """One get, in ranges when large."""
         if self.in_memory:
-            # its open files are shared: two readers at once would move each other's position
+            # see `open`
             target.write_bytes(self.read(path))
         else:
             self.filesystem.get_file(self._full(path), str(target))

@@ -22,6 +22,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 KEY_DIGITS = 24
+DIGEST = "digest"
+"""Entry of a manifest's file: SHA-256 of the canonical JSON of all others."""
 _DIGEST_CHUNK_BYTES = 4 << 20
 _PACKAGES = ("outrider", "torch", "transformers", "speculators", "pyarrow")
 
@@ -153,10 +155,36 @@ class Manifest(BaseModel):
                 problems.append(f"{name} has {size} bytes, its manifest says {entry.bytes}")
         return problems
 
+    def to_text(self) -> bytes:
+        """The manifest as its file holds it: JSON, with a digest of all of it."""
+        return _file_text(self.model_dump(mode="json"))
+
+    @classmethod
+    def from_text(cls, text: bytes, *, path: str) -> "Manifest":
+        """The manifest in a file that was found at `path`.
+
+        Raises:
+            ValueError: it is none, or a bit of it has changed.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"the manifest at {path} is no JSON object")
+        sealed = (
+            values.pop(DIGEST, None) is not None
+        )  # those from before there were digests are not
+        if sealed and text != _file_text(values):
+            raise ValueError(f"the manifest at {path} is not as it was written")
+        return cls.model_validate({**values, "path": path})
+
     @property
     def total_bytes(self) -> int:
         """Bytes of all files together."""
         return sum(entry.bytes for entry in self.files.values())
+
+
+def _file_text(values: dict[str, Any]) -> bytes:
+    whole = {**values, DIGEST: canonical_digest(values)}
+    return json.dumps(whole, indent=2, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 @lru_cache(maxsize=1)
@@ -215,7 +243,8 @@ def _check_json(value: Any, place: str) -> None:
             _check_json(item, f"{place}.{key}")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _check_json(item, f"{place}[{index}]")
+            if type(item) is not str:  # there are lists of millions of names
+                _check_json(item, f"{place}[{index}]")
     else:
         raise ValueError(
             f"{place} is a {type(value).__name__}, which JSON cannot hold; convert it first "

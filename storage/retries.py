@@ -43,7 +43,7 @@ _PERMANENT_TYPES = (
 _PERMANENT_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG}
 )
-FULL_WAY_OUT = "free some space or choose another store, then run again to go on"
+FULL_WAY_OUT = "free some space (outrider prune) or choose another store, then run again to go on"
 
 
 class StoreError(RuntimeError):

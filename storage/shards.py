@@ -3,7 +3,8 @@
 T = tokens of the shard, N = samples, A = captured layers, H = verifier hidden size.
 
 "states.safetensors" holds `aux` [T, A * H] (layers in ascending order, side by side) and `last`
-[T, H] (before the final norm), encoded by a codec. "rows.parquet" holds for each sample its id, its
+[T, H] (before the final norm), encoded by a codec (fp8 adds `aux.scale` [T, A] and `last.scale`
+[T, 1]). "rows.parquet" holds for each sample its id, its
 rows [start, stop) and its token ids.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +21,8 @@ import pyarrow as pa
 from storage.artifacts import open_file
 from storage.codecs import codec_named
 from storage.layout import ROWS_TABLE, STATES_FILE
-from storage.manifest import Manifest, canonical_json
-from storage.store import Store
+from storage.manifest import Manifest, canonical_digest, canonical_json
+from storage.store import Store, StoreError
 from storage.tables import Offsets, Ragged, Values, list_column, ragged, read_table, write_table
 from storage.writing import Writer
 
@@ -107,15 +108,12 @@ class ShardRows:
         return cls(tuple(sample_ids), Ragged(values, offsets))
 
 
-def validate_states(aux: "torch.Tensor", last: "torch.Tensor", rows: ShardRows) -> None:
-    """Check states [T, A * H] and [T, H] against the samples they belong to.
+def check_shapes(aux: "torch.Tensor", last: "torch.Tensor", rows: ShardRows) -> None:
+    """Check the shapes of states [T, A * H] and [T, H] against the samples they belong to.
 
     Raises:
         ValueError: the row counts differ, or the width of `aux` is no multiple of that of `last`.
-        NonFiniteStatesError: a value is NaN or infinite; the samples are named.
     """
-    import torch  # noqa: PLC0415 - see above
-
     if not aux.ndim == last.ndim == 2 or not len(aux) == len(last) == rows.token_count:
         raise ValueError(
             f"states of {rows.token_count} tokens need as many rows: aux is {list(aux.shape)}, "
@@ -126,9 +124,30 @@ def validate_states(aux: "torch.Tensor", last: "torch.Tensor", rows: ShardRows) 
             f"aux holds whole layers side by side, but its width {aux.shape[1]} is no multiple "
             f"of the hidden size {last.shape[1]}"
         )
+
+
+def is_finite(states: "torch.Tensor") -> bool:
+    """Whether states hold numbers alone.
+
+    One pass at the speed of memory: the extremes carry any NaN or infinity there is.
+    """
+    if states.numel() == 0:
+        return True
+    low, high = states.aminmax()
+    return bool(low.isfinite() and high.isfinite())
+
+
+def check_finite(aux: "torch.Tensor", last: "torch.Tensor", rows: ShardRows) -> None:
+    """Check that states [T, A * H] and [T, H] hold numbers.
+
+    Raises:
+        NonFiniteStatesError: a value is NaN or infinite; the samples are named.
+    """
+    import torch  # noqa: PLC0415 - see above
+
     wrong: dict[int, str] = {}
     for name, states in (("aux", aux), ("last", last)):
-        if _is_finite(states):
+        if is_finite(states):
             continue
         finite_rows = torch.cat([part.isfinite().all(dim=1) for part in torch.split(states, 1024)])
         bad_rows = (~finite_rows).nonzero().flatten().numpy()
@@ -160,7 +179,7 @@ def write_shard(
         last: input of the final norm, [T, H] on the CPU.
         rows: the samples.
         layer_ids: the A captured layers, ascending.
-        codec: how values are stored, "bf16".
+        codec: how values are stored, "bf16" or "fp8".
 
     Raises:
         ValueError: shapes, layers or the codec do not fit.
@@ -172,15 +191,18 @@ def write_shard(
     if layers != sorted(set(layers)):
         raise ValueError(f"layer ids must ascend without repetition, not {layers}")
     encoding = codec_named(codec)
-    tensors = {**encoding.encode("aux", aux), **encoding.encode("last", last)}
-    stored = encoding.decode("aux", tensors), encoding.decode("last", tensors)
-    validate_states(*stored, rows)
+    check_shapes(aux, last, rows)
     hidden_size = last.shape[1]
     if aux.shape[1] != len(layers) * hidden_size:
         raise ValueError(
             f"{len(layers)} layers of hidden size {hidden_size} need an aux of width "
             f"{len(layers) * hidden_size}, not {aux.shape[1]}"
         )
+    tensors = {
+        **encoding.encode("aux", aux, hidden_size=hidden_size),
+        **encoding.encode("last", last, hidden_size=hidden_size),
+    }
+    check_finite(encoding.decode("aux", tensors), encoding.decode("last", tensors), rows)
     metadata = {
         "format_version": FORMAT_VERSION,
         "final_state": FINAL_STATE,
@@ -226,9 +248,10 @@ class ShardReader:
         self.codec: str = metadata["codec"]
         self.layer_ids: tuple[int, ...] = tuple(metadata["layer_ids"])
         self.hidden_size: int = metadata["hidden_size"]
-        tokens, width = self.rows.token_count, self.hidden_size
-        self._check_shape("aux", [tokens, len(self.layer_ids) * width], states_path)
-        self._check_shape("last", [tokens, width], states_path)
+        for name, states in (("aux", len(self.layer_ids)), ("last", 1)):
+            width = states * self.hidden_size
+            for part, columns in self._codec.widths(name, width, self.hidden_size).items():
+                self._check_shape(part, [self.rows.token_count, columns], states_path)
 
     def aux(self, start: int, stop: int) -> "torch.Tensor":
         """Captured layers of the rows [start, stop), [stop - start, A * H]."""
@@ -266,17 +289,29 @@ def open_shard(store: Store, manifest: Manifest) -> Iterator[ShardReader]:
         yield ShardReader(states, rows)
 
 
+def read_sample_ids(store: Store, shard: Manifest) -> pa.ChunkedArray:
+    """Ids of a captured shard's samples, in order. Only their column is read, and held against the shard's inputs.
+
+    Raises:
+        ArtifactError: they are others, and so is the file's digest: the shard is set aside.
+    """
+
+    def read(file: Path | BinaryIO) -> pa.ChunkedArray:
+        return read_table(file, columns=["sample_id"]).column("sample_id")
+
+    try:
+        ids = store.read_parts(f"{shard.path}/{shard.files[ROWS_TABLE].path}", read)
+        if canonical_digest(ids.to_pylist()) == shard.inputs.get("samples"):
+            return ids
+    except (StoreError, FileNotFoundError, ValueError):
+        pass  # what is wrong with the file, the next lines say
+    with open_file(store, shard, ROWS_TABLE) as path:
+        return read(path)
+
+
 def _belongs(key: str, name: str) -> bool:
     """Whether a stored tensor is (a part of) the states `name`: "aux", "aux.scale"."""
     return key == name or key.startswith(f"{name}.")
-
-
-def _is_finite(states: "torch.Tensor") -> bool:
-    """One pass at the speed of memory: the extremes carry any NaN or infinity there is."""
-    if states.numel() == 0:
-        return True
-    low, high = states.aminmax()
-    return bool(low.isfinite() and high.isfinite())
 
 
 def _read_rows(path: Path) -> ShardRows:

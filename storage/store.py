@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from storage import retries
 from storage.backends import (
@@ -100,6 +100,18 @@ class Store:
         return self._call(
             "read", path, lambda: self._files().read(_checked(path)), missing=FileNotFoundError
         )
+
+    def read_parts(self, path: str, read: Callable[[BinaryIO], Result]) -> Result:
+        """What `read` makes of the open file: of an object only the parts it reads are fetched.
+
+        FileNotFoundError when missing. `read` is called again after transient errors.
+        """
+
+        def open_and_read() -> Result:
+            with self._files().open(_checked(path)) as file:
+                return read(file)
+
+        return self._call("read", path, open_and_read, missing=FileNotFoundError)
 
     def read_json(self, path: str) -> Any:
         """The content of a JSON file.

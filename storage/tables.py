@@ -3,9 +3,10 @@
 N = rows, T = values of all rows together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,10 @@ EVALUATION_SCHEMA = pa.schema(
     ]
 )
 
+PARQUET: dict[str, Any] = {"compression": "zstd", "version": "2.6"}
+"""How all tables are written."""
+_BUFFER_BYTES = 1 << 20
+
 Values = npt.NDArray[Any]
 Offsets = npt.NDArray[np.int64]
 
@@ -82,7 +87,7 @@ def write_table(
     Raises:
         ValueError: a row lacks a column, has one too many, or holds a value of another type.
     """
-    pq.write_table(_table(rows, schema), path, compression="zstd", version="2.6")
+    pq.write_table(_table(rows, schema), path, **PARQUET)
 
 
 def write_metrics(path: Path, rows: Sequence[Mapping[str, float | None]]) -> None:
@@ -92,26 +97,53 @@ def write_metrics(path: Path, rows: Sequence[Mapping[str, float | None]]) -> Non
     """
     names = sorted({name for row in rows for name in row})
     table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
-    pq.write_table(table, path, compression="zstd", version="2.6")
+    pq.write_table(table, path, **PARQUET)
 
 
-def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of a Parquet file, or only some columns of them.
+def read_table(path: Path | BinaryIO, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of a Parquet file, by its path or open; or only some columns of them.
 
     Raises:
         ValueError: it is no complete Parquet file, or lacks one of the columns.
     """
-    with path.open("rb") as raw:
+    with _opened(path, columns or ()) as file:
+        return file.read(columns=None if columns is None else list(columns))
+
+
+def read_batches(
+    path: Path, columns: Sequence[str], *, rows_per_batch: int
+) -> Iterator[pa.RecordBatch]:
+    """Some columns of a Parquet file, piece by piece: for tables larger than memory; errors as in `read_table`."""
+    with _opened(path, columns) as file:
+        yield from file.iter_batches(rows_per_batch, columns=list(columns))
+
+
+def read_rows(path: Path, start: int, stop: int) -> pa.Table:
+    """The rows [start, stop) of a Parquet file; only the row groups that hold them are read."""
+    with _opened(path, ()) as file:
+        counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        bounds = np.cumsum([0, *counts])
+        first = int(np.searchsorted(bounds, start, side="right")) - 1
+        last = int(np.searchsorted(bounds, stop, side="left"))
+        return file.read_row_groups(list(range(first, last))).slice(
+            start - int(bounds[first]), stop - start
+        )
+
+
+@contextmanager
+def _opened(path: Path | BinaryIO, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    with path.open("rb") if isinstance(path, Path) else nullcontext(path) as raw:
         try:
-            file = pq.ParquetFile(raw)
+            # a buffer, so that a column is read as it is decoded and not whole beforehand
+            file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
         except pa.ArrowInvalid as error:
             raise ValueError(f"{path} is no complete Parquet file: {error}") from error
-        missing = set(columns or ()) - set(file.schema_arrow.names)
+        missing = set(columns) - set(file.schema_arrow.names)
         if missing:
             raise ValueError(
                 f"{path} lacks the columns {sorted(missing)}; it has {file.schema_arrow.names}"
             )
-        return file.read(columns=None if columns is None else list(columns))
+        yield file
 
 
 def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:

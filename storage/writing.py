@@ -130,7 +130,7 @@ class Writer:
             )
         manifest = self._manifest(rows, facts or {})
         self._check_files(manifest)
-        self.store.write_json(f"{manifest.path}/{MANIFEST_NAME}", manifest.model_dump(mode="json"))
+        self.store.write_bytes(f"{manifest.path}/{MANIFEST_NAME}", manifest.to_text())
         self.published = True
         try:
             remove_garbage(self.store, manifest.path)
@@ -186,14 +186,7 @@ def remove_garbage(store: Store, path: str) -> list[str]:
 
     Kept are the attempt its manifest refers to and all younger than `GARBAGE_AGE`.
     """
-    abandoned = [name for name in store.directories(path) if _is_old(name)]
-    if not abandoned:
-        return []
-    try:
-        manifest_text = store.read_bytes(f"{path}/{MANIFEST_NAME}").decode(errors="replace")
-    except FileNotFoundError:
-        manifest_text = ""
-    removed = [name for name in abandoned if name not in manifest_text]
+    removed = abandoned(store, path)
     for name in removed:
         store.delete(f"{path}/{name}")
     if removed:
@@ -201,10 +194,22 @@ def remove_garbage(store: Store, path: str) -> list[str]:
     return removed
 
 
-def _is_old(name: str) -> bool:
-    """Whether it is the name of an attempt that began more than `GARBAGE_AGE` ago."""
+def abandoned(store: Store, path: str, *, age: timedelta = GARBAGE_AGE) -> list[str]:
+    """Attempts in an artifact's directory that its manifest does not refer to and that began longer ago than `age`."""
+    found = [name for name in store.directories(path) if _is_older(name, age)]
+    if not found:
+        return []
+    try:
+        manifest_text = store.read_bytes(f"{path}/{MANIFEST_NAME}").decode(errors="replace")
+    except FileNotFoundError:
+        manifest_text = ""
+    return [name for name in found if name not in manifest_text]
+
+
+def _is_older(name: str, age: timedelta) -> bool:
+    """Whether it is the name of an attempt that began more than `age` ago."""
     match = _ATTEMPT.fullmatch(name)
     if match is None:
         return False
     began = datetime.strptime(match[1], _ATTEMPT_TIME).replace(tzinfo=UTC)
-    return began < datetime.now(UTC) - GARBAGE_AGE
+    return began < datetime.now(UTC) - age

@@ -6,34 +6,45 @@ the wanted ones.
 """
 
 import logging
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from typing import ClassVar, Literal, Self
 
+import numpy as np
+import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from storage import artifacts
 from storage.artifacts import Identity
-from storage.layout import (
-    CAPTURE_PLAN,
-    PLAN_TABLE,
-    ROWS_TABLE,
-    SAMPLES_TABLE,
-    STATES,
-    capture_directory,
-    shard_directory,
-)
+from storage.codecs import codec_named
+from storage.layout import CAPTURE_PLAN, STATES, shard_directory
 from storage.manifest import Manifest, canonical_digest
+from storage.plans import PlannedShard, read_shards, write_plan
 from storage.row_ranges import RowRange
 from storage.store import Store
-from storage.tables import PLAN_SCHEMA, read_table, write_table
 from tasks.child import JobFailedError
-from tasks.eagle3.shard_plan import ShardPlan, plan_shards
+from tasks.disk_space import check_states_space
+from tasks.drop_budget import check_quarantined
+from tasks.eagle3.shard_plan import cut_into_shards
 from tasks.eagle3.verifier import check_layer_ids, check_layer_order, default_layer_ids
+from tasks.gpus import GpuPolicy
 from tasks.hardware import capture_dtype
 from tasks.load_verifier import Verifier
 from tasks.progress import ProgressMeter
+from tasks.sample_index import (
+    capture_order,
+    column_of,
+    count_distinct,
+    forget_quarantined,
+    is_in,
+    read_captured,
+    read_ids,
+    read_lengths,
+    read_placed,
+    read_quarantined,
+)
 from tasks.stage import (
     RETRIES,
     RETRY_SECONDS,
@@ -47,8 +58,8 @@ from tasks.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 VERSION = 1
+PLAN_VERSION = 2
 MODULE = "tasks.jobs.capture"
-BYTES_PER_VALUE = {"bf16": 2}
 
 
 class CaptureSettings(StageSettings):
@@ -60,8 +71,14 @@ class CaptureSettings(StageSettings):
             "shard_megabytes",
             "gpus",
             "gpus_per_process",
+            "nodes",
+            "deployment",
             "device",
             "tokens_per_batch",
+            "retry_quarantined",
+            "compile",
+            "busy_gpus",
+            "wait_minutes",
         }
     )
 
@@ -69,8 +86,8 @@ class CaptureSettings(StageSettings):
     """What runs the verifier."""
     layers: tuple[int, ...] | None = None
     """Layer ids to capture: id i is the input of decoder layer i. Default: 2, half, and the last but two."""
-    codec: Literal["bf16"] = "bf16"
-    """How states are stored."""
+    codec: Literal["bf16", "fp8"] = "bf16"
+    """How states are stored: bf16, or fp8 (e4m3, a scale for each token and layer) in half the bytes."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What the verifier computes in; auto: as its weights are stored, on a CPU bfloat16 if it is native."""
     rows_per_shard: PositiveInt = 2000
@@ -81,10 +98,23 @@ class CaptureSettings(StageSettings):
     """GPUs to use; on a machine without, the number of CPU processes."""
     gpus_per_process: PositiveInt = 1
     """GPUs that one process spreads the verifier over."""
+    nodes: PositiveInt = 1
+    """Machines with so many GPUs each; with more than one, each captures its share in a run of capture.deployment."""
+    deployment: str = Field(default="capture-states/capture-states", pattern=r"^[^/]+/[^/]+$")
+    """Prefect deployment whose runs capture on other machines, with capture.nodes."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda)$")
     """auto, cpu or cuda."""
     tokens_per_batch: PositiveInt = 4096
-    """Tokens that go through the verifier at once."""
+    """Tokens that go through the verifier at once; fewer from the first batch on that does not fit the memory."""
+    retry_quarantined: bool = False
+    """Try samples again whose states were not usable before (NaN or infinite)."""
+    compile: bool = False
+    """Compile the verifier's layers: on a GPU faster after about a minute in each process. Needs one GPU a process."""
+
+    busy_gpus: Literal["refuse", "wait", "ignore"] = "refuse"
+    """What a run does when others hold its GPUs, before any stage that computes on them."""
+    wait_minutes: PositiveFloat = 60.0
+    """How long it waits for them, with busy_gpus wait."""
 
     @field_validator("layers")
     @classmethod
@@ -99,12 +129,21 @@ class CaptureSettings(StageSettings):
             raise ValueError(
                 f"capture.gpus {self.gpus} is no multiple of capture.gpus_per_process {self.gpus_per_process}"
             )
+        if self.compile and self.gpus_per_process > 1:
+            raise ValueError(
+                "capture.compile needs capture.gpus_per_process 1; leave one of them out"
+            )
         return self
 
     @property
     def processes(self) -> int:
         """Processes that capture at the same time."""
         return self.gpus // self.gpus_per_process
+
+    @property
+    def gpu_policy(self) -> GpuPolicy:
+        """What a run does when others hold its GPUs."""
+        return GpuPolicy(self.busy_gpus, self.wait_minutes)
 
     def layer_ids(self, num_layers: int) -> tuple[int, ...]:
         """Return the layer ids for a verifier of `num_layers` layers; ValueError when it has too few."""
@@ -114,16 +153,45 @@ class CaptureSettings(StageSettings):
         return self.layers
 
 
-@dataclass(frozen=True)
 class CapturePlan:
-    """What a capture has to do, as published: a table of the missing samples, cut into row ranges."""
+    """What a capture has to do, as published: the missing samples, cut into shards.
 
-    manifest: Manifest
-    capture_key: str
-    layer_ids: tuple[int, ...]
-    ranges: tuple[RowRange, ...]
-    sample_ids: tuple[str, ...]
-    tokens: tuple[int, ...]
+    No dataclass: Prefect would go through all of it for each task it is given to.
+    """
+
+    def __init__(self, manifest: Manifest, shards: Sequence[PlannedShard]) -> None:
+        self.manifest = manifest
+        self.capture_key: str = manifest.facts["capture_key"]
+        self.layer_ids: tuple[int, ...] = tuple(manifest.facts["layer_ids"])
+        self._shards = {shard.rows: shard for shard in shards}
+
+    @property
+    def ranges(self) -> tuple[RowRange, ...]:
+        """Rows of each shard, in order."""
+        return tuple(self._shards)
+
+    def within(self, rows: RowRange) -> tuple[RowRange, ...]:
+        """Rows of the shards that lie in `rows`, in order."""
+        return tuple(r for r in self._shards if rows.start <= r.start and r.stop <= rows.stop)
+
+    def missing(self, store: Store, ranges: Sequence[RowRange]) -> tuple[RowRange, ...]:
+        """Those of some row ranges whose shards are not in the store."""
+        found = artifacts.find_all(store, map(self.identity, ranges))
+        return tuple(r for r, shard in zip(ranges, found, strict=True) if shard is None)
+
+    def tokens(self, ranges: Iterable[RowRange]) -> int:
+        """Tokens of some shards together."""
+        return sum(self._shards[rows].tokens for rows in ranges)
+
+    def identity(self, rows: RowRange) -> Identity:
+        """Identity of the shard of one row range: the capture key and the samples in it."""
+        identity = Identity(
+            stage=STATES,
+            version=VERSION,
+            settings={},
+            inputs={"capture": self.capture_key, "samples": self._shards[rows].samples},
+        )
+        return replace(identity, directory=shard_directory(self.capture_key, identity.key))
 
 
 def capture_key(verifier: Verifier, settings: CaptureSettings) -> str:
@@ -132,7 +200,7 @@ def capture_key(verifier: Verifier, settings: CaptureSettings) -> str:
     return canonical_digest(
         [
             VERSION,
-            verifier.identity,
+            verifier.states_identity,
             list(layer_ids),
             settings.codec,
             settings.engine,
@@ -142,96 +210,90 @@ def capture_key(verifier: Verifier, settings: CaptureSettings) -> str:
 
 
 def bytes_per_token(verifier: Verifier, settings: CaptureSettings) -> int:
-    """Bytes of one token's states: (A + 1) * H values."""
+    """Bytes of one token's states: A captured layers and the last one."""
     layers = len(settings.layer_ids(verifier.facts.num_hidden_layers))
-    return (layers + 1) * verifier.facts.hidden_size * BYTES_PER_VALUE[settings.codec]
-
-
-def wanted_samples(store: Store, samples: StageResult) -> dict[str, int]:
-    """Return sample id -> tokens of all parts; equal samples count once."""
-    wanted: dict[str, int] = {}
-    for part in samples.parts:
-        with artifacts.open_file(store, part, SAMPLES_TABLE) as path:
-            table = read_table(path, columns=["sample_id", "input_ids"])
-        lengths = table.column("input_ids").combine_chunks().value_lengths().to_pylist()
-        wanted.update(zip(table.column("sample_id").to_pylist(), lengths, strict=True))
-    return wanted
-
-
-def captured_samples(store: Store, key: str) -> list[tuple[Manifest, list[str]]]:
-    """Return every complete shard of a capture key with the ids of its samples."""
-    shards = []
-    for manifest in artifacts.list_manifests(store, capture_directory(key)):
-        with artifacts.open_file(store, manifest, ROWS_TABLE) as path:
-            ids = read_table(path, columns=["sample_id"]).column("sample_id").to_pylist()
-        shards.append((manifest, ids))
-    return shards
+    return (layers + 1) * codec_named(settings.codec).state_bytes(verifier.facts.hidden_size)
 
 
 def plan_capture(
-    store: Store, samples: StageResult, verifier: Verifier, settings: CaptureSettings
+    store: Store,
+    samples: StageResult,
+    verifier: Verifier,
+    settings: CaptureSettings,
+    max_dropped: float,
 ) -> Manifest | None:
-    """Compare what is wanted with what is captured and publish the plan; None when nothing is missing."""
+    """Compare what is wanted with what is captured and publish the plan; None when nothing is missing.
+
+    Raises DiskSpaceError when the store has no room for what is missing, DroppedTooManyError when too much of what is
+    wanted is quarantined.
+    """
     key = capture_key(verifier, settings)
-    wanted = wanted_samples(store, samples)
-    captured = [sample for _, ids in captured_samples(store, key) for sample in ids]
-    missing = plan_shards(
-        wanted,
-        captured,
+    ids = read_ids(store, samples.parts)
+    captured = read_captured(store, key)
+    if settings.retry_quarantined:
+        forget_quarantined(store, captured)
+    quarantined = {} if settings.retry_quarantined else read_quarantined(captured, ids)
+    lost = is_in(ids, column_of(quarantined))
+    missing = ~is_in(ids, captured.sample_ids) & ~lost
+    lengths = read_lengths(store, samples.parts, missing)
+    order = capture_order(ids, lengths, missing)
+    ranges = cut_into_shards(
+        lengths[order],
         rows_per_shard=settings.rows_per_shard,
         bytes_per_token=bytes_per_token(verifier, settings),
         shard_bytes=settings.shard_megabytes * 1_000_000,
     )
-    rows = len(missing.sample_ids)
+    total = count_distinct(ids, np.ones(len(ids), bool))
+    done = total - len(order) - len(quarantined)
+    check_quarantined(quarantined, total, max_dropped=max_dropped)
     logger.info(
-        "capture: %d of %d samples done, %d to do in %d shards",
-        len(wanted) - rows,
-        len(wanted),
-        rows,
-        len(missing.shards),
+        "capture: %d of %d samples done, %d to do in %d shards, %d quarantined",
+        done,
+        total,
+        len(order),
+        len(ranges),
+        len(quarantined),
     )
-    if not rows:
+    if not ranges:
         return None
-    return _publish_plan(store, key, missing, samples=samples, verifier=verifier, settings=settings)
-
-
-def _publish_plan(
-    store: Store,
-    key: str,
-    missing: ShardPlan,
-    *,
-    samples: StageResult,
-    verifier: Verifier,
-    settings: CaptureSettings,
-) -> Manifest:
-    ranges = [list(shard) for shard in missing.shards]
-    layer_ids = list(settings.layer_ids(verifier.facts.num_hidden_layers))
+    check_states_space(
+        store,
+        samples=len(order),
+        tokens=int(lengths[order].sum(dtype=np.int64)),
+        bytes_per_token=bytes_per_token(verifier, settings),
+        codec=settings.codec,
+    )
+    planned = ids.take(pa.array(order))
+    shards = [
+        PlannedShard(
+            RowRange(start, stop),
+            tokens=int(lengths[order[start:stop]].sum()),
+            samples=canonical_digest(planned.slice(start, stop - start).to_pylist()),
+        )
+        for start, stop in ranges
+    ]
     wanted = Identity(
         stage=CAPTURE_PLAN,
-        version=VERSION,
-        settings={"ranges": ranges},
-        inputs={"capture": key, "samples": canonical_digest(list(missing.sample_ids))},
+        version=PLAN_VERSION,
+        settings={},
+        inputs={
+            "capture": key,
+            "shards": canonical_digest([[s.rows.start, s.rows.stop, s.samples] for s in shards]),
+        },
     )
     found = artifacts.find(store, wanted)
     if found is not None:
         return found
-    tokens: dict[str, list[int]] = {}
-    for part in samples.parts:
-        with artifacts.open_file(store, part, SAMPLES_TABLE) as path:
-            table = read_table(path, columns=["sample_id", "input_ids"])
-        ids = table.column("sample_id").to_pylist()
-        tokens.update(zip(ids, table.column("input_ids").to_pylist(), strict=True))
-    rows = [{"sample_id": s, "input_ids": tokens[s]} for s in missing.sample_ids]
+    positions = np.full(len(ids), -1)
+    positions[order] = np.arange(len(order))
     with artifacts.write(store, wanted) as writer:
-        with writer.file(PLAN_TABLE) as path:
-            write_table(path, rows, schema=PLAN_SCHEMA)
+        write_plan(writer, shards, planned, read_placed(store, samples.parts, positions))
         return writer.publish(
-            rows=len(rows),
+            rows=len(order),
             facts={
                 "capture_key": key,
-                "layer_ids": layer_ids,
+                "layer_ids": list(settings.layer_ids(verifier.facts.num_hidden_layers)),
                 "dtype": capture_dtype(settings.dtype, settings.device),
-                "ranges": ranges,
             },
         )
 
@@ -239,16 +301,7 @@ def _publish_plan(
 def open_plan(store: Store, path: str) -> CapturePlan:
     """Return the plan that was published at `path`."""
     manifest = artifacts.require(store, path)
-    with artifacts.open_file(store, manifest, PLAN_TABLE) as local:
-        table = read_table(local)
-    return CapturePlan(
-        manifest=manifest,
-        capture_key=manifest.facts["capture_key"],
-        layer_ids=tuple(manifest.facts["layer_ids"]),
-        ranges=tuple(RowRange(start, stop) for start, stop in manifest.facts["ranges"]),
-        sample_ids=tuple(table.column("sample_id").to_pylist()),
-        tokens=tuple(table.column("input_ids").combine_chunks().value_lengths().to_pylist()),
-    )
+    return CapturePlan(manifest, read_shards(store, manifest))
 
 
 @task(
@@ -271,7 +324,7 @@ def capture_shard(
     meter: ProgressMeter,
 ) -> Manifest:
     """Capture one row range of the plan in a worker process and return the shard's manifest."""
-    identity = shard_identity(plan, rows)
+    identity = plan.identity(rows)
     found = artifacts.find(store, identity)
     if found is not None:
         return found
@@ -285,24 +338,12 @@ def capture_shard(
         "verifier": verifier.manifest.path,
         "settings": settings.model_dump(mode="json") | {"dtype": plan.manifest.facts["dtype"]},
     }
-    with pool.worker() as worker, meter.share() as share:
-        worker.request(request, lambda message: share.advance(message["tokens"]))
+    with meter.share() as share:
+        pool.request(request, lambda message: share.advance(message["tokens"]))
     found = artifacts.find(store, identity)
     if found is None:
         raise JobFailedError(f"the worker ended {rows} well but left no complete shard")
     return found
-
-
-def shard_identity(plan: CapturePlan, rows: RowRange) -> Identity:
-    """Identity of the shard of one row range: the capture key and the samples in it."""
-    ids = list(plan.sample_ids[rows.start : rows.stop])
-    identity = Identity(
-        stage=STATES,
-        version=VERSION,
-        settings={},
-        inputs={"capture": plan.capture_key, "samples": canonical_digest(ids)},
-    )
-    return replace(identity, directory=shard_directory(plan.capture_key, identity.key))
 
 
 @stage_task
@@ -311,20 +352,27 @@ def capture(
     samples: StageResult,
     verifier: Verifier,
     settings: CaptureSettings,
+    max_dropped: float,
     *,
     reused: bool,
 ) -> StageResult:
-    """Check that every wanted sample has its states and return the shards that hold them."""
-    wanted = wanted_samples(store, samples)
-    parts, have = [], set()
-    for manifest, ids in captured_samples(store, capture_key(verifier, settings)):
-        if any(sample in wanted for sample in ids):
-            parts.append(manifest)
-            have.update(ids)
-    lacking = sum(sample not in have for sample in wanted)
-    if lacking:
+    """Check that every wanted sample has its states or is quarantined, and return the shards that hold them.
+
+    The ids of the quarantined ones are the result's note `quarantined`.
+
+    Raises DroppedTooManyError when more are quarantined than the settings allow.
+    """
+    ids = read_ids(store, samples.parts)
+    captured = read_captured(store, capture_key(verifier, settings))
+    quarantined = read_quarantined(captured, ids)
+    missing = ~is_in(ids, captured.sample_ids) & ~is_in(ids, column_of(quarantined))
+    total = count_distinct(ids, np.ones(len(ids), bool))
+    check_quarantined(quarantined, total, max_dropped=max_dropped)
+    if missing.any():
+        lacking = count_distinct(ids, missing)
         raise JobFailedError(
-            f"capture: {lacking} of {len(wanted)} samples have no states; run again to capture them"
+            f"capture: {lacking} of {total} samples have no states; run again to capture them"
         )
-    parts.sort(key=lambda manifest: manifest.key)
-    return StageResult(tuple(parts), reused=reused)
+    used = np.unique(captured.shard_of[is_in(captured.sample_ids, ids)])
+    parts = sorted((captured.shards[i] for i in used), key=lambda manifest: manifest.key)
+    return StageResult(tuple(parts), reused, notes={"quarantined": sorted(quarantined)})

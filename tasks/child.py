@@ -3,7 +3,8 @@
 `Child("tasks.jobs.train")` starts `python -m tasks.child tasks.jobs.train` in a session of its own. Requests go
 to its stdin as JSON lines; replies come back through a pipe of their own, so that whatever a library prints
 on stdout or stderr is log text and nothing else. A job module has `run(request, progress) -> reply`,
-dictionaries both.
+dictionaries both. It may return a function instead, when all that is left is to write files: it is called, for the
+reply, in a thread of its own, behind the next request's work.
 
 A child ends with its parent, however that ends: the kernel kills it (PR_SET_PDEATHSIG). The signal is tied to
 the *thread* that started the child, so all children are started by one thread that lives as long as the process.
@@ -15,6 +16,7 @@ import importlib
 import json
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -22,8 +24,10 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,6 +46,8 @@ DEFAULTS = {
     # 350 without spinning. libgomp's own 300,000 rounds make two busy processes there 10 to 28 times slower.
     "GOMP_SPINCOUNT": "3000",
     "TOKENIZERS_PARALLELISM": "false",
+    # GPUs count here as the driver counts them (tasks.gpus); CUDA's own order is fastest first.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     # Bars of libraries are drawn for a terminal that a child does not have.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     # speculators warns at every load of a tied or single-file verifier.
@@ -49,6 +55,7 @@ DEFAULTS = {
 }
 
 ProgressCallback = Callable[[dict[str, Any]], None]
+Message = dict[str, Any]
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="child-starter")
 _children: "weakref.WeakSet[Child]" = weakref.WeakSet()
@@ -95,10 +102,15 @@ class Child:
         assert self._process.stdout is not None
         self._requests, self._output = self._process.stdin, self._process.stdout
         self._replies = os.fdopen(read_fd, "r")
+        self._requests_lock, self._inboxes_lock = threading.Lock(), threading.Lock()
+        self._inboxes: dict[int, queue.SimpleQueue[Message | None]] = {}
+        self._sent, self._ended = 0, False
         # in this context, so that the lines belong to the task run that started the child
         run_here = contextvars.copy_context().run
         self._log_thread = threading.Thread(target=run_here, args=(self._forward_log,), daemon=True)
+        self._reply_thread = threading.Thread(target=self._forward_replies, daemon=True)
         self._log_thread.start()
+        self._reply_thread.start()
         _children.add(self)
 
     @property
@@ -112,29 +124,41 @@ class Child:
         return self._process.poll() is None
 
     def request(
-        self, request: Mapping[str, Any], progress: ProgressCallback | None = None
+        self,
+        request: Mapping[str, Any],
+        progress: ProgressCallback | None = None,
+        computed: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Send one request and wait for its reply; `progress` gets every message on the way.
+
+        `computed` is called once the process can take another request, which may be before this one's files are
+        written. Safe to call from several threads.
 
         Raises JobRefusedError when the job calls its input wrong, ArtifactError when what it needs of the store has
         gone or is corrupt, JobFailedError when it or its process broke.
         """
-        try:
-            self._requests.write(json.dumps(request) + "\n")
-            self._requests.flush()
-        except (BrokenPipeError, OSError) as error:
-            raise self._died() from error
-        for line in self._replies:
-            message = json.loads(line)
-            if "progress" in message:
-                if progress is not None:
-                    progress(message["progress"])
-            elif "error" in message:
-                logger.debug("%s", message["traceback"])
-                raise FAILURES[message["kind"]](message["error"])
-            else:
-                reply: dict[str, Any] = message["reply"]
-                return reply
+        with self._inbox() as (number, inbox):
+            try:
+                with self._requests_lock:
+                    self._requests.write(
+                        json.dumps({"number": number, "request": dict(request)}) + "\n"
+                    )
+                    self._requests.flush()
+            except (OSError, ValueError) as error:  # the pipe is broken, or closed on this side
+                raise self._died() from error
+            while (message := inbox.get()) is not None:
+                if "progress" in message:
+                    if progress is not None:
+                        progress(message["progress"])
+                elif "computed" in message:
+                    if computed is not None:
+                        computed()
+                elif "error" in message:
+                    logger.debug("%s", message["traceback"])
+                    raise FAILURES[message["kind"]](message["error"])
+                else:
+                    reply: dict[str, Any] = message["reply"]
+                    return reply
         raise self._died()
 
     def close(self) -> None:
@@ -148,12 +172,13 @@ class Child:
             self.kill()
             self._process.wait()
             self._log_thread.join(timeout=2)
+            self._reply_thread.join(timeout=2)
             self._replies.close()
             self._output.close()
 
     def kill(self) -> None:
         """SIGKILL to the whole process group; a request that is under way is refused, not worth a retry."""
-        self._killed = True
+        self._killed = self._killed or self.alive  # one that had died by itself is worth a retry
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -180,6 +205,36 @@ class Child:
             if text:
                 self._tail.append(text)
                 logger.info("[%s %d] %s", self.module.rsplit(".", 1)[-1], self.pid, text)
+
+    @contextmanager
+    def _inbox(self) -> Iterator[tuple[int, "queue.SimpleQueue[Message | None]"]]:
+        """A request's number and where its messages come; None is the last when the process has ended."""
+        inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        with self._inboxes_lock:
+            self._sent += 1
+            number = self._sent
+            self._inboxes[number] = inbox
+            if self._ended:
+                inbox.put(None)
+        try:
+            yield number, inbox
+        finally:
+            with self._inboxes_lock:
+                del self._inboxes[number]
+
+    def _forward_replies(self) -> None:
+        for line in self._replies:
+            if not line.endswith("\n"):  # killed while it wrote
+                break
+            message = json.loads(line)
+            with self._inboxes_lock:
+                inbox = self._inboxes.get(message.pop("number"))
+            if inbox is not None:
+                inbox.put(message)
+        with self._inboxes_lock:
+            self._ended = True
+            for inbox in self._inboxes.values():
+                inbox.put(None)
 
     def _died(self) -> JobFailedError | JobRefusedError:
         code = self._process.wait()
@@ -241,22 +296,53 @@ def serve(module: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run = importlib.import_module(module).run
-    with os.fdopen(int(os.environ[REPLY_FD]), "w", buffering=1) as replies:
+    lock = threading.Lock()
+    with (
+        os.fdopen(int(os.environ[REPLY_FD]), "w", buffering=1) as replies,
+        ThreadPoolExecutor(max_workers=1) as behind,
+    ):
 
-        def send(message: dict[str, Any]) -> None:
-            replies.write(json.dumps(message) + "\n")
+        def send(number: int, message: Message) -> None:
+            with lock:
+                replies.write(json.dumps({"number": number, **message}) + "\n")
 
+        before: Future[Any] | None = None
         for line in sys.stdin:
-            try:
-                send({"reply": run(json.loads(line), lambda done: send({"progress": done}))})
-            except Exception as error:
-                send(
-                    {
-                        "error": str(error) or type(error).__name__,
-                        "kind": _kind_of(error),
-                        "traceback": traceback.format_exc(),
-                    }
-                )
+            request = json.loads(line)
+            tell = partial(send, request["number"])
+            report = partial(_report, tell)
+            rest = _answer(partial(run, request["request"], report), tell)
+            if rest is not None:
+                if before is not None:
+                    before.result()  # one at a time: what waits to be written is in memory
+                before = behind.submit(_answer, rest, tell)
+                tell({"computed": True})
+
+
+def _report(tell: Callable[[Message], None], done: dict[str, Any]) -> None:
+    tell({"progress": done})
+
+
+def _answer(
+    work: Callable[[], Any], tell: Callable[[Message], None]
+) -> Callable[[], dict[str, Any]] | None:
+    """Tell what `work` gave or how it failed; returns what is left to do behind the next request, if anything is."""
+    try:
+        result = work()
+    except Exception as error:
+        tell(
+            {
+                "error": str(error) or type(error).__name__,
+                "kind": _kind_of(error),
+                "traceback": traceback.format_exc(),
+            }
+        )
+        return None
+    if callable(result):
+        rest: Callable[[], dict[str, Any]] = result
+        return rest
+    tell({"reply": result})
+    return None
 
 
 if __name__ == "__main__":

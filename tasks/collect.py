@@ -15,6 +15,7 @@ from storage.manifest import Manifest
 from storage.sources import expand_sources, fingerprint_source, read_records
 from storage.store import Store
 from storage.tables import CONVERSATIONS_SCHEMA, write_table
+from tasks.drop_budget import check_dropped
 from tasks.eagle3.conversations import (
     ConversationRejected,
     conversation_id,
@@ -40,23 +41,8 @@ class DataSettings(StageSettings):
     regenerate: bool = False
     """Let the verifier write the answers anew: a draft learns best from what its verifier says."""
     max_dropped: float = Field(default=0.01, ge=0, le=1)
-    """Largest share of conversations that may be dropped as unusable before the run stops; a line that is no JSON
-    always stops it."""
-
-
-class DroppedTooManyError(ValueError):
-    """More rows were unusable than the settings allow."""
-
-
-def check_dropped(dropped: Counter[str], total: int, *, max_dropped: float, where: str) -> None:
-    """Raise DroppedTooManyError when more than the allowed share of `total` rows was dropped."""
-    count = sum(dropped.values())
-    if count > max_dropped * total:
-        reasons = ", ".join(f"{reason}: {n}" for reason, n in dropped.most_common())
-        raise DroppedTooManyError(
-            f"{where}: {count} of {total} conversations are unusable ({reasons}), more than "
-            f"data.max_dropped {max_dropped:.2%} allows; mend the source or raise data.max_dropped"
-        )
+    """Largest share of conversations that may be dropped as unusable, and of samples that may turn out to have no
+    usable states, before the run stops; a line that is no JSON always stops it."""
 
 
 @stage_task

@@ -9,6 +9,7 @@ from storage.artifacts import Identity
 from storage.layout import EVALUATION, REFERENCE
 from storage.store import Store
 from tasks.eagle3.draft_plan import DraftPlan
+from tasks.gpus import REFUSE, GpuNeed, GpuPolicy
 from tasks.hardware import decoding_dtype
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
@@ -85,6 +86,7 @@ def evaluate(
     seed: int,
     settings: EvaluateSettings,
     initial: StageResult | None = None,
+    gpu_policy: GpuPolicy = REFUSE,
 ) -> StageResult:
     """Decode held-out prompts by the verifier alone, with the draft before training, and with the trained one.
 
@@ -140,7 +142,9 @@ def evaluate(
                 "reference": reference.path,
             }
         )
-    result = build_parts(store, wanted, MODULE, requests=requests)
+    result = build_parts(
+        store, wanted, MODULE, requests=requests, gpus=GpuNeed(settings.device, policy=gpu_policy)
+    )
     _check_equal(result)
     return result
 

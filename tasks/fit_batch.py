@@ -11,6 +11,7 @@ from storage.layout import BATCH_SIZES
 from storage.store import Store
 from tasks.eagle3.draft_plan import DraftPlan
 from tasks.eagle3.training_settings import TrainSettings
+from tasks.gpus import REFUSE, GpuNeed, GpuPolicy
 from tasks.hardware import training_precision, uses_gpu
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
@@ -71,6 +72,7 @@ def fit_batch(
     verifier: Verifier,
     draft: DraftPlan,
     settings: TrainSettings,
+    gpu_policy: GpuPolicy = REFUSE,
 ) -> StageResult:
     """Find the largest batch that training this draft can have on this machine's GPU."""
     precision = training_precision(settings.precision, settings.device)
@@ -82,4 +84,10 @@ def fit_batch(
         "draft_parts": draft_parts(verifier, vocab, layer_ids, draft),
         "settings": settings.model_dump(mode="json"),
     }
-    return build_parts(store, [wanted], MODULE, requests=[request])
+    return build_parts(
+        store,
+        [wanted],
+        MODULE,
+        requests=[request],
+        gpus=GpuNeed(settings.device, policy=gpu_policy),
+    )

@@ -87,6 +87,7 @@ def _layers(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{found['bytes_per_token']:,} bytes = ({len(ids)} layers + 1) x {found['hidden_size']:,} "
             "values x 2 bytes (bf16)",
         ),
+        ("", f"{found['bytes_per_token_fp8']:,} bytes with capture.codec fp8"),
     ]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from storage.codecs import codec_named
 from tasks.eagle3.model_files import (
     CONFIG_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -19,8 +20,6 @@ from tasks.hardware import Machine, this_machine
 from tasks.verifier_sources import VerifierSettings, open_model, refuse_untrusted
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-STATE_BYTES = 2
-"""A captured value is stored in bf16."""
 
 
 def inspect_verifier(settings: VerifierSettings, machine: Machine | None = None) -> dict[str, Any]:
@@ -72,8 +71,14 @@ def _language_model(facts: VerifierFacts) -> dict[str, Any]:
         "vocab_size": facts.vocab_size,
         "context_length": facts.max_position_embeddings,
         "default_layers": layers,
-        "bytes_per_token": (len(layers) + 1) * facts.hidden_size * STATE_BYTES if layers else None,
+        "bytes_per_token": _bytes_per_token(facts, layers, "bf16"),
+        "bytes_per_token_fp8": _bytes_per_token(facts, layers, "fp8"),
     }
+
+
+def _bytes_per_token(facts: VerifierFacts, layers: list[int], codec: str) -> int | None:
+    """Return what a token's states take in a codec; None when no layers are named."""
+    return (len(layers) + 1) * codec_named(codec).state_bytes(facts.hidden_size) if layers else None
 
 
 def _three_tensors(facts: VerifierFacts, stored: Mapping[str, TensorEntry]) -> dict[str, Any]:

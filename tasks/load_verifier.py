@@ -1,6 +1,7 @@
 """Stage load_verifier: a model's directory -> its facts and the three tensors a draft needs."""
 
 import json
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from storage.artifacts import Identity
 from storage.layout import FACTS_FILE, VERIFIER
 from storage.manifest import Manifest
 from storage.store import Store
-from tasks.eagle3.model_files import LocalFiles, Stamp, file_stamps
-from tasks.eagle3.verifier import VerifierFacts, identity
+from tasks.eagle3.model_files import LocalFiles, Stamp, VerifierError, file_stamps
+from tasks.eagle3.verifier import ModelDigests, VerifierFacts, digest_model
 from tasks.eagle3.weight_files import weight_file_names
 from tasks.progress import count_bytes
 from tasks.stage import StageResult, build_parts, stage_task
@@ -45,6 +46,11 @@ class Verifier:
         """Digest of config, weights, tokenizer and template: the same wherever the files lie."""
         return self.manifest.inputs["model"]
 
+    @property
+    def states_identity(self) -> str:
+        """Identity by which its hidden states are known: with another tokenizer or template it makes the same."""
+        return str(self.manifest.facts.get("states of", self.identity))
+
 
 @stage_task
 def load_verifier(
@@ -55,12 +61,20 @@ def load_verifier(
     What was read while code was trusted is read anew once it is not: then it may be refused. Weight files
     over 1 GiB are told apart by a sample of their bytes, with `full_digests` by all.
     """
-    request = {"directory": directory, "trust_remote_code": trust_remote_code}
+    digests = _digests(Path(directory), full_digests=full_digests)
+    request = {
+        "directory": directory,
+        "trust_remote_code": trust_remote_code,
+        "digests": {
+            "computation": digests.computation,
+            "states of": _states_of(store, digests),
+        },
+    }
     wanted = Identity(
         stage=VERIFIER,
         version=VERSION,
         settings={"trust_remote_code": True} if trust_remote_code else {},
-        inputs={"model": _identity(Path(directory), full_digests=full_digests)},
+        inputs={"model": digests.whole},
     )
     return build_parts(store, [wanted], "tasks.jobs.load_verifier", requests=[request])
 
@@ -80,10 +94,30 @@ def open_verifier(
     return Verifier(directory, facts, manifest, trust_remote_code, stamps)
 
 
-def _identity(directory: Path, *, full_digests: bool) -> str:
+def check_same_model(verifier: Manifest, directory: str, *, full_digests: bool) -> None:
+    """Raise VerifierError unless the model in `directory` is the one that load_verifier has published as `verifier`."""
+    found = _digests(Path(directory), full_digests=full_digests).whole
+    wanted = verifier.inputs["model"]
+    if found != wanted:
+        raise VerifierError(
+            f"the model in {directory} on {socket.gethostname()} is not the one that this run began with (its digest "
+            f"is {found[:12]}, not {wanted[:12]}): put the same files there, or name a URL that all machines read in "
+            "verifier.model"
+        )
+
+
+def _states_of(store: Store, digests: ModelDigests) -> str:
+    """Return the identity of the first verifier of this store that computes the same; of a new one its own."""
+    for known in artifacts.list_manifests(store, VERIFIER):
+        if known.facts.get("computation") == digests.computation:
+            return str(known.facts["states of"])
+    return digests.whole
+
+
+def _digests(directory: Path, *, full_digests: bool) -> ModelDigests:
     if not full_digests:
-        return identity(directory)
+        return digest_model(directory)
     files = LocalFiles(directory)
     total_bytes = sum(files.sizes[name] for name in weight_file_names(files))
     progress = count_bytes("digest weights", total_bytes)
-    return identity(directory, full_digests=True, progress=progress)
+    return digest_model(directory, full_digests=True, progress=progress)

@@ -68,6 +68,11 @@ class ProgressMeter:
         self._lock = threading.Lock()
         self._started = self._last_bar = self._last_log = time.monotonic()
 
+    @property
+    def percent(self) -> float:
+        """Share of the total that is done, at most 100."""
+        return min(100.0, 100 * self._done / self._total) if self._total else 100.0
+
     def advance(self, units: float, note: str = "") -> None:
         """Add `units` of finished work."""
         with self._lock:

@@ -14,6 +14,7 @@ from storage.layout import REGENERATED
 from storage.manifest import Manifest
 from storage.row_ranges import RowRange, split
 from storage.store import Store
+from tasks.gpus import REFUSE, GpuNeed, GpuPolicy
 from tasks.hardware import decoding_dtype
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
@@ -42,7 +43,11 @@ class RegenerateSettings(StageSettings):
 
 @stage_task
 def regenerate(
-    store: Store, conversations: StageResult, verifier: Verifier, settings: RegenerateSettings
+    store: Store,
+    conversations: StageResult,
+    verifier: Verifier,
+    settings: RegenerateSettings,
+    gpu_policy: GpuPolicy = REFUSE,
 ) -> StageResult:
     """Write the last answers of all conversations with the verifier, greedily, chunk by chunk."""
     settings = _settled(settings)
@@ -58,7 +63,9 @@ def regenerate(
         for part, rows in _chunks(conversations, settings)
     ]
     wanted = _identities(conversations, verifier, settings)
-    return build_parts(store, wanted, MODULE, requests=requests)
+    return build_parts(
+        store, wanted, MODULE, requests=requests, gpus=GpuNeed(settings.device, policy=gpu_policy)
+    )
 
 
 def find_regenerated(

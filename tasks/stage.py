@@ -6,6 +6,7 @@ A stage's task looks its artifact up by identity, and computes and publishes it 
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +20,7 @@ from storage.artifacts import ArtifactError, Identity
 from storage.manifest import Manifest, canonical_digest
 from storage.store import Store
 from tasks.child import Child, ProgressCallback
+from tasks.gpus import GpuNeed, claim_gpus, warn_of_leftovers
 from tasks.progress import ProgressMeter
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,12 @@ R = TypeVar("R")
 
 RETRIES = 2
 RETRY_SECONDS = [2.0, 10.0]
+
+
+announce: ContextVar[Callable[[list[str]], None]] = ContextVar(
+    "announce", default=lambda _paths: None
+)
+"""Is told which artifacts a stage is about to make, by their paths: an unfinished run's own work."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +116,13 @@ def build_parts(
     *,
     requests: Sequence[Mapping[str, Any]],
     environment: Mapping[str, str] | None = None,
+    gpus: GpuNeed | None = None,
 ) -> StageResult:
     """Find every artifact of `wanted`; let one child process compute and publish the missing, in order.
 
     `module` gets `requests[i]` with the store's URL and the identity added. Its progress messages
     `{"stage", "done", "total", "unit", "note"}` become log records here. What a killed run has published
-    stays: the next one goes on behind it.
+    stays: the next one goes on behind it. `gpus` are those that the stage computes on where there are any.
     """
     parts = [artifacts.find(store, identity) for identity in wanted]
     missing = [index for index, part in enumerate(parts) if part is None]
@@ -121,19 +130,36 @@ def build_parts(
         name = wanted[0].stage
         logger.info("%s: %d of %d parts done", name, len(wanted) - len(missing), len(wanted))
     if missing:
-        with Child(module, environment) as child:
-            show = _progress_to_log()
-            for index in missing:
-                identity = wanted[index]
-                child.request(
-                    {**requests[index], "store": store.url, "identity": asdict(identity)}, show
-                )
-                parts[index] = artifacts.find(store, identity)
-                if parts[index] is None:
-                    raise RuntimeError(
-                        f"{module} ended well but left no complete artifact at {identity.path}"
-                    )
+        announce.get()([identity.path for identity in wanted])
+        if gpus is not None:
+            claim_gpus(gpus, stage=module.rsplit(".", 1)[-1])
+        child = Child(module, environment)
+        try:
+            with child:
+                _make(store, child, wanted, requests, parts)
+        finally:
+            warn_of_leftovers({child.pid})
     return StageResult(tuple(part for part in parts if part is not None), reused=not missing)
+
+
+def _make(
+    store: Store,
+    child: Child,
+    wanted: Sequence[Identity],
+    requests: Sequence[Mapping[str, Any]],
+    parts: list[Manifest | None],
+) -> None:
+    """Let the child make the parts that are None, in their order, and put them in."""
+    show = _progress_to_log()
+    for index, identity in enumerate(wanted):
+        if parts[index] is not None:
+            continue
+        child.request({**requests[index], "store": store.url, "identity": asdict(identity)}, show)
+        parts[index] = artifacts.find(store, identity)
+        if parts[index] is None:
+            raise RuntimeError(
+                f"{child.module} ended well but left no complete artifact at {identity.path}"
+            )
 
 
 def _progress_to_log() -> ProgressCallback:

@@ -7,7 +7,7 @@ from pydantic import PositiveInt
 from storage.artifacts import Identity
 from storage.layout import SAMPLES
 from storage.store import Store
-from tasks.collect import DroppedTooManyError, check_dropped
+from tasks.drop_budget import DroppedTooManyError, check_dropped
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
 from tasks.stage_settings import StageSettings

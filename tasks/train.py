@@ -7,6 +7,7 @@ from storage.layout import CHECKPOINTS
 from storage.store import Store
 from tasks.eagle3.draft_plan import DraftPlan
 from tasks.eagle3.training_settings import TrainSettings
+from tasks.gpus import REFUSE, GpuNeed, GpuPolicy
 from tasks.hardware import training_precision
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
@@ -38,6 +39,7 @@ def train(
     draft: DraftPlan,
     settings: TrainSettings,
     initial: StageResult | None = None,
+    gpu_policy: GpuPolicy = REFUSE,
 ) -> StageResult:
     """Train the draft in a child process; a killed training goes on at its last checkpoint.
 
@@ -65,12 +67,19 @@ def train(
     request = {
         "states": [part.path for part in states.parts],
         "samples": [part.path for part in samples.parts],
+        "quarantined": states.notes["quarantined"],
         "split": split.parts[0].path,
         "draft_parts": draft_parts(verifier, vocab, layer_ids, draft),
         "initial": initial.parts[0].path if initial is not None else None,
         "settings": settings.model_dump(mode="json"),
     }
-    return build_parts(store, [wanted], MODULE, requests=[request])
+    return build_parts(
+        store,
+        [wanted],
+        MODULE,
+        requests=[request],
+        gpus=GpuNeed(settings.device, settings.gpus, gpu_policy),
+    )
 
 
 def draft_parts(

@@ -107,6 +107,14 @@ def check_local(settings: VerifierSettings) -> None:
         refuse_untrusted(files, settings)
 
 
+def named_for_others(settings: VerifierSettings) -> VerifierSettings:
+    """Return the settings as another process finds the same model by them, wherever it was started."""
+    path = _local_path(settings)
+    if path is None or settings.model.startswith(PACKAGE_PREFIX):
+        return settings
+    return settings.model_copy(update={"model": str(path.absolute())})
+
+
 def refuse_untrusted(files: ModelFiles, settings: VerifierSettings) -> None:
     """Raise VerifierError when the model needs code of its own files and that is not trusted."""
     if not settings.trust_remote_code:

@@ -41,6 +41,8 @@ class CanaryScore:
     """Relative error of the rebuilt logits against the verifier's own, without their mean, which no softmax sees."""
     aux_error: tuple[float, ...]
     """Relative error of each captured layer against transformers' own hidden states."""
+    stored_agreement: float
+    """As `argmax_agreement`, of the last states as they are stored."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
     last: Tensor,
     layer_ids: Sequence[int],
     *,
+    stored_last: Tensor | None = None,
     generator: torch.Generator | None = None,
     threshold: float = 0.98,
     aux_tolerance: float = 0.05,
@@ -169,7 +172,8 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
 ) -> CanaryScore:
     """Hold one captured sample against the verifier itself: the canary.
 
-    `input_ids` [N], `aux` [N, A * H] and `last` [N, H] are as stored, after the codec's round trip.
+    `input_ids` [N], `aux` [N, A * H] and `last` [N, H] are as captured; `stored_last` [N, H] is `last`
+    after its codec's round trip, of which the agreement is measured and not judged.
     Three comparisons, all independent of our hooks: the argmax of the rebuilt head on `last` with that
     of the verifier's own logits, at MAX_PROBED_POSITIONS positions at most (drawn by `generator`,
     else evenly spread), the values of these logits, which a wrong scale, cap or epsilon changes and
@@ -177,8 +181,8 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
     when the verifier's own logits tie there. One position may always differ: in bf16 two tokens of
     a short sample can come that close.
 
-    The tolerance of 0.05 leaves room for fp8 (about 0.026 by its 3 mantissa bits); another layer's
-    states are caught below it too, since the asked layer must be the nearest of all.
+    Another layer's states are caught below the tolerance of 0.05 too, since the asked layer must be
+    the nearest of all.
 
     Raises CanaryError naming what is wrong, ValueError for shapes that do not belong together.
     """
@@ -206,10 +210,14 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
     own_logits = own.logits[0] if keep else own.logits[0, positions.to(device)]  # [P, V]
     own_logits = own_logits.to(last.device)
     rebuilt = head.logits(last[positions])  # [P, V]
-    chosen = rebuilt.argmax(dim=-1, keepdim=True)  # [P, 1]
-    agrees = own_logits.gather(1, chosen)[:, 0] >= own_logits.amax(dim=-1)
+    agrees = _agrees(rebuilt, own_logits)
+    agreement = agrees.float().mean().item()
+    stored_agreement = agreement
+    if stored_last is not None and not torch.equal(stored_last, last):
+        stored = head.logits(stored_last[positions])
+        stored_agreement = _agrees(stored, own_logits).float().mean().item()
     logit_error = _relative_error(_centered(rebuilt), _centered(own_logits.float()))
-    score = CanaryScore(agrees.float().mean().item(), len(positions), logit_error, aux_error)
+    score = CanaryScore(agreement, len(positions), logit_error, aux_error, stored_agreement)
     _judge_aux(score, layers, references, layer_ids, tolerance=aux_tolerance)
     if not bool(torch.isfinite(last).all()) or len(agrees) - int(agrees.sum()) > max(
         1, math.floor((1 - threshold) * len(positions) + 1e-9)
@@ -227,6 +235,12 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
             f"{head.eps}); `outrider inspect` shows which part of the config was read"
         )
     return score
+
+
+def _agrees(rebuilt: Tensor, own: Tensor) -> Tensor:
+    """Where the argmax of rebuilt logits [P, V] is one of the verifier's own: [P] bool."""
+    chosen = rebuilt.argmax(dim=-1, keepdim=True)  # [P, 1]
+    return own.gather(1, chosen)[:, 0] >= own.amax(dim=-1)
 
 
 def _centered(logits: Tensor) -> Tensor:

@@ -1,50 +1,32 @@
-"""Which samples are still to be captured, and how they are packed into shards.
+"""How samples that are sorted by length are packed into shards. M = samples."""
 
-N = wanted samples, M = missing samples.
-"""
-
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import numpy as np
+import numpy.typing as npt
 
 
-@dataclass(frozen=True)
-class ShardPlan:
-    """The missing samples in capture order, and the half-open row ranges of the shards to make of them."""
-
-    sample_ids: tuple[str, ...]
-    shards: tuple[tuple[int, int], ...]
-
-
-def plan_shards(
-    wanted: Mapping[str, int],
-    captured: Iterable[str],
+def cut_into_shards(
+    lengths: npt.NDArray[np.integer],
     *,
     rows_per_shard: int,
     bytes_per_token: int,
     shard_bytes: int,
-) -> ShardPlan:
-    """Subtract what is captured from what is wanted and pack the rest, sorted by length, into shards.
+) -> list[tuple[int, int]]:
+    """Return half-open row ranges that cover the samples in order.
 
     Args:
-        wanted: sample id -> tokens, of all N samples.
-        captured: ids of samples that have their states.
+        lengths: tokens of each sample, [M].
         rows_per_shard: most samples of a shard.
         bytes_per_token: bytes of one token's states.
         shard_bytes: size at which a shard is closed; a single longer sample is a shard of its own.
-
-    Sorting by (length, id) makes the plan a function of the set of missing samples: a shard that was lost is
-    planned again with the same rows.
     """
-    done = set(captured)
-    missing = sorted((tokens, sample) for sample, tokens in wanted.items() if sample not in done)
-    shards: list[tuple[int, int]] = []
-    start, size = 0, 0
-    for row, (tokens, _) in enumerate(missing):
-        added = tokens * bytes_per_token
-        if row > start and (row - start == rows_per_shard or size + added > shard_bytes):
-            shards.append((start, row))
-            start, size = row, 0
-        size += added
-    if missing:
-        shards.append((start, len(missing)))
-    return ShardPlan(tuple(sample for _, sample in missing), tuple(shards))
+    ends = (
+        np.cumsum(lengths, dtype=np.int64) * bytes_per_token
+    )  # [M], bytes up to and with a sample
+    shards = []
+    start, begun = 0, 0
+    while start < len(lengths):
+        fitting = int(np.searchsorted(ends, begun + shard_bytes, side="right"))
+        stop = max(start + 1, min(start + rows_per_shard, fitting))
+        shards.append((start, stop))
+        start, begun = stop, int(ends[stop - 1])
+    return shards

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -31,11 +31,13 @@ from tasks.eagle3.verifier_config import (
 from tasks.eagle3.weight_files import TensorEntry, WeightFile, content_digest, read_weight_files
 
 __all__ = [
+    "ModelDigests",
     "VerifierError",
     "VerifierFacts",
     "check_layer_ids",
     "check_layer_order",
     "default_layer_ids",
+    "digest_model",
     "identity",
     "read_facts",
 ]
@@ -153,17 +155,25 @@ def read_facts(
     )
 
 
-def identity(
+class ModelDigests(NamedTuple):
+    """What a verifier is, wherever its directory lies and whatever its name: sha256 digests."""
+
+    whole: str
+    """Of config, weights, tokenizer, template, generation config and code files."""
+    computation: str
+    """Of config, weights and code files: what it makes of token ids."""
+
+
+def digest_model(
     directory: Path,
     *,
     full_digests: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> str:
-    """Return the sha256 of what a verifier is, wherever its directory lies and whatever its name.
+) -> ModelDigests:
+    """Return the digests of a verifier's files.
 
-    It covers the config, each weight file's name, size, header and content (of a large file a sample,
-    unless `full_digests`; which of both is covered too), and the content of tokenizer, template,
-    generation config and code files. `progress` gets the bytes of each piece read, from several threads.
+    Of the weights they cover each file's name, size, header and content (of a large file a sample, unless
+    `full_digests`; which of both is covered too). `progress` gets the bytes of each piece read, from several threads.
     Raises VerifierError when files are missing, short or do not belong together.
     """
     files = LocalFiles(directory)
@@ -187,7 +197,19 @@ def identity(
         if name in files.sizes
     }
     whole = {"config": without_incidentals(config), "weights": weights, "files": others}
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    return ModelDigests(
+        whole=_digest(whole),
+        computation=_digest({**whole, "files": {name: others[name] for name in code}}),
+    )
+
+
+def identity(directory: Path, *, full_digests: bool = False) -> str:
+    """Return the digest of all that a verifier is."""
+    return digest_model(directory, full_digests=full_digests).whole
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def default_layer_ids(num_layers: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Load a verifier's language model by transformers, whatever it is nested in, packed as, or named after."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import nn
 from tasks.eagle3.remote_code import is_native
 from tasks.eagle3.verifier import VerifierError, VerifierFacts, read_facts
 from tasks.engines.remote_code import admit, check_quantization
+
+WEIGHTS_SHARE = 0.85
+"""Of a GPU's free memory, when a model is spread over several; activations take the rest."""
 
 
 def load_verifier_model(
@@ -28,7 +32,8 @@ def load_verifier_model(
     fp32: bf16 is some 20 times slower there.
 
     Raises VerifierError when the checkpoint lacks weights the model needs (transformers would
-    leave them random), when it needs code that is not trusted, and when no package here unpacks its weights.
+    leave them random), when it needs code that is not trusted, when no package here unpacks its weights, and when
+    the GPUs it is spread over do not hold it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds to import
 
@@ -54,7 +59,11 @@ def load_verifier_model(
     if getattr(config, "attn_logit_softcapping", None):
         # transformers' sdpa leaves the cap of the attention scores out, without a word.
         options["attn_implementation"] = "eager"
-    if device != "cpu":
+    if device == "auto":
+        options |= spread_over(
+            [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+        )
+    elif device != "cpu":
         options["device_map"] = device
     loader: Any = AutoModelForCausalLM  # with output_loading_info it returns a pair
     model, info = loader.from_pretrained(directory, **options)
@@ -67,7 +76,27 @@ def load_verifier_model(
     if dtype == torch.float32:
         nn.Module.float(model)  # unpacked INT4 experts come in the dtype of their scales
     model.requires_grad_(requires_grad=False)
+    if device == "auto":
+        _check_on_gpus(model, directory)
     return model.eval()
+
+
+def spread_over(free_bytes: Sequence[int]) -> dict[str, Any]:
+    """Options of `from_pretrained` that put equal shares of the layers on GPUs with so many bytes free.
+
+    A share of each GPU stays free for what computing takes; none of the model may go to RAM or disk.
+    """
+    room = {gpu: int(free * WEIGHTS_SHARE) for gpu, free in enumerate(free_bytes)}
+    return {"device_map": "balanced", "max_memory": {**room, "cpu": 0}}
+
+
+def _check_on_gpus(model: nn.Module, directory: Path) -> None:
+    outside = {p.device.type for p in model.parameters()} - {"cuda"}
+    if outside:
+        raise VerifierError(
+            f"{directory}: {torch.cuda.device_count()} GPUs do not hold the model (the rest would lie in "
+            f"{', '.join(sorted(outside))}); raise capture.gpus_per_process"
+        )
 
 
 def text_key_mapping(facts: VerifierFacts) -> dict[str, str]:

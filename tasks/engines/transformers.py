@@ -8,6 +8,8 @@ one sample, A = captured layers, H = verifier hidden size.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +28,18 @@ class CaptureMemoryError(RuntimeError):
 
 
 class CapturedStates(NamedTuple):
-    """States of one sample on the CPU."""
+    """States on the CPU, of one sample or of many side by side; n = tokens of all of them."""
 
     aux: Tensor
     """[n, A * H], layers in ascending order."""
     last: Tensor
     """[n, H], before the final norm."""
+
+    def split(self, lengths: Sequence[int]) -> list["CapturedStates"]:
+        """Return the states of each of the samples that follow each other here, without a copy."""
+        aux, last = (part.split_with_sizes(list(lengths)) for part in self)
+        parts = zip(aux, last, strict=True)
+        return [CapturedStates(aux, last) for aux, last in parts]
 
 
 class CaptureEngine:
@@ -43,7 +51,9 @@ class CaptureEngine:
         layer_ids: Sequence[int],
         *,
         store_dtype: torch.dtype = torch.bfloat16,
+        compiled: bool = False,
     ) -> None:
+        """`compiled` captures through torch.compile, a layer at a time, of a model on one device."""
         self._decoder = find_decoder(model)
         check_layer_ids(layer_ids, len(self._decoder.layers))
         self._hooks = StateHooks(model, layer_ids)
@@ -51,6 +61,13 @@ class CaptureEngine:
         self._store_dtype = store_dtype
         self._device = next(model.parameters()).device
         self._apart_above = rope_switch(self._decoder.base.config)
+        self._largest_batch: int | None = None
+        self._compiled: dict[nn.Module, Any] = {}
+        if compiled:
+            # not layer.compile(): that would take our hooks in
+            self._compiled = {
+                layer: torch.compile(layer.forward, dynamic=True) for layer in self._decoder.layers
+            }
 
     def capture(
         self,
@@ -58,36 +75,49 @@ class CaptureEngine:
         *,
         tokens_per_batch: int,
         progress: ProgressCallback | None = None,
-    ) -> list[CapturedStates]:
-        """Return the states of each sample, in the order given.
+    ) -> CapturedStates:
+        """Return the states of all samples side by side, in the order given.
 
-        Batches hold samples of like length, `tokens_per_batch` padded tokens at most (a longer sample
-        runs alone). A batch that does not fit the memory is halved and tried again. `progress` gets
-        the count of tokens done so far. Raises ValueError for an empty sample, CaptureMemoryError
-        when one sample alone does not fit.
+        Batches hold samples of like length, `tokens_per_batch` padded tokens at most (a longer sample runs alone).
+        After a batch that does not fit the memory all batches are half as large, in later calls too. `progress`
+        gets the count of tokens done so far. Raises ValueError for an empty sample and for none at all,
+        CaptureMemoryError when one sample alone does not fit.
         """
         lengths = [len(sample) for sample in samples]
-        results: dict[int, CapturedStates] = {}
-        in_flight: _InFlight | None = None
-        batches = plan_batches(lengths, tokens_per_batch, apart_above=self._apart_above)
-        with torch.inference_mode(), self._hooks:
-            for batch in self._run_all(samples, batches):
-                # The copy of the batch before goes on while this one was being queued.
-                if in_flight is not None:
-                    results.update(in_flight.finish())
-                    _report(progress, results)
-                in_flight = batch
-        if in_flight is not None:
-            results.update(in_flight.finish())
-            _report(progress, results)
-        return [_checked(results[i], length, index=i) for i, length in enumerate(lengths)]
+        if not lengths:
+            raise ValueError("there are no samples to capture; give one at least")
+        starts = [0, *accumulate(lengths)]
+        states: CapturedStates | None = None
+        done, before = 0, None
+        with torch.inference_mode(), self._hooks, self._layers_compiled():
+            for batch in chain(self._run_all(samples, tokens_per_batch), [None]):
+                # The copy of the batch before went on while this one was being queued.
+                if before is not None:
+                    states = states or before.make_room(starts[-1])
+                    done += before.finish(states, starts)
+                    if progress is not None:
+                        progress(done)
+                before = batch
+        assert states is not None
+        return states
+
+    @contextmanager
+    def _layers_compiled(self) -> Iterator[None]:
+        """Only here: the canary runs the model as transformers has it."""
+        for layer, forward in self._compiled.items():
+            layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer in self._compiled:
+                del layer.forward  # back to its class's
 
     def _run_all(
-        self, samples: Sequence[Sequence[int]], batches: list[list[int]]
+        self, samples: Sequence[Sequence[int]], tokens_per_batch: int
     ) -> Iterator["_InFlight"]:
-        waiting = batches[::-1]
+        waiting = self._plan(samples, range(len(samples)), tokens_per_batch)
         while waiting:
-            batch = waiting.pop()
+            batch = waiting.pop(0)
             try:
                 yield self._run(samples, batch)
                 continue
@@ -97,14 +127,34 @@ class CaptureEngine:
             self._hooks.clear()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
+            longest = len(samples[batch[0]])
             if len(batch) == 1:
                 raise CaptureMemoryError(
-                    f"one sample of {len(samples[batch[0]])} tokens does not fit the memory of "
+                    f"one sample of {longest} tokens does not fit the memory of "
                     f"{self._device} ({reason}); lower tokenize.max_tokens or use more GPUs"
                 )
-            logger.warning("batch of %d samples does not fit, halving it: %s", len(batch), reason)
-            middle = len(batch) // 2
-            waiting += [batch[middle:], batch[:middle]]
+            self._largest_batch = len(batch) * longest // 2
+            logger.warning(
+                "%d samples of up to %d tokens do not fit the memory of %s (%s): from here on a batch has "
+                "%d tokens at most",
+                len(batch),
+                longest,
+                self._device,
+                reason,
+                self._largest_batch,
+            )
+            waiting = self._plan(samples, [*batch, *chain(*waiting)], tokens_per_batch)
+
+    def _plan(
+        self, samples: Sequence[Sequence[int]], chosen: Sequence[int], tokens_per_batch: int
+    ) -> list[list[int]]:
+        """Batches of the chosen samples, of what is known to fit the memory."""
+        planned = plan_batches(
+            [len(samples[i]) for i in chosen],
+            min(tokens_per_batch, self._largest_batch or tokens_per_batch),
+            apart_above=self._apart_above,
+        )
+        return [[chosen[i] for i in batch] for batch in planned]
 
     def _run(self, samples: Sequence[Sequence[int]], batch: list[int]) -> "_InFlight":
         lengths = [len(samples[i]) for i in batch]
@@ -117,10 +167,16 @@ class CaptureEngine:
         # token, and without a mask attention takes its fast causal path.
         self._decoder.base(input_ids=ids.to(self._device), use_cache=False)
         aux, last = self._hooks.take()
+        for state in (*aux, last):
+            if state.shape[:2] != ids.shape:
+                raise ValueError(
+                    f"{list(ids.shape)} tokens went through the verifier, but a layer's states are "
+                    f"{list(state.shape)}: it returned a part of them"
+                )
         places = real.flatten().nonzero()[:, 0]  # [T]
         packed_aux = self._pack(aux, places)  # [T, A * H]
         packed_last = self._pack([last], places)  # [T, H]
-        return _InFlight(batch, lengths, packed_aux, packed_last)
+        return _InFlight(batch, lengths, CapturedStates(packed_aux, packed_last))
 
     def _pack(self, states: list[Tensor], places: Tensor) -> Tensor:
         """Real tokens of [B, S, H] states, side by side, in the stored dtype: [T, len(states) * H]."""
@@ -128,7 +184,7 @@ class CaptureEngine:
         packed = torch.empty(
             len(places), len(states) * size, dtype=self._store_dtype, device=device
         )
-        for slot, state in enumerate(states):
+        for slot, state in enumerate(states):  # each on the GPU of its layer
             here = places.to(state.device, non_blocking=True)
             flat = state.reshape(-1, size).index_select(0, here)  # [T, H]
             packed[:, slot * size : (slot + 1) * size] = flat
@@ -138,29 +194,41 @@ class CaptureEngine:
 class _InFlight:
     """A batch whose states are on their way to the CPU."""
 
-    def __init__(self, batch: list[int], lengths: list[int], aux: Tensor, last: Tensor) -> None:
+    def __init__(self, batch: list[int], lengths: list[int], states: CapturedStates) -> None:
         self._batch, self._lengths = batch, lengths
-        self._pinned = aux.device.type == "cuda"
-        self._event: Any = None
-        if self._pinned:
-            self._aux, self._last = _to_pinned(aux), _to_pinned(last)
+        self._copies = [_Copied(tensor) for tensor in states]
+        self._states = CapturedStates(*(copied.host for copied in self._copies))
+
+    def make_room(self, tokens: int) -> CapturedStates:
+        """Memory for the states of so many tokens."""
+        return CapturedStates(*(part.new_empty(tokens, part.shape[1]) for part in self._states))
+
+    def finish(self, into: CapturedStates, starts: Sequence[int]) -> int:
+        """Wait for the copy and put each sample's rows where they start; returns how many tokens it was."""
+        for copied in self._copies:
+            copied.wait()
+        for i, part in zip(self._batch, self._states.split(self._lengths), strict=True):
+            rows = slice(starts[i], starts[i] + len(part.last))
+            into.aux[rows], into.last[rows] = part
+        return sum(self._lengths)
+
+
+class _Copied:
+    """A tensor being copied to `host`, pinned memory; one on the CPU is there already."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.host, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.host.copy_(tensor, non_blocking=True)
             make_event: Any = torch.cuda.Event
             self._event = make_event()
-            self._event.record(torch.cuda.current_stream(aux.device))
-        else:
-            self._aux, self._last = aux, last
+            self._event.record(torch.cuda.current_stream(tensor.device))
 
-    def finish(self) -> dict[int, CapturedStates]:
-        """Wait for the copy and give each sample its rows."""
+    def wait(self) -> None:
+        """Return when it is there."""
         if self._event is not None:
             self._event.synchronize()
-        # Pinned memory goes back to be used again; on the CPU the rows stay views.
-        aux = self._aux.split_with_sizes(self._lengths)
-        last = self._last.split_with_sizes(self._lengths)
-        return {
-            i: CapturedStates(a.clone(), b.clone()) if self._pinned else CapturedStates(a, b)
-            for i, a, b in zip(self._batch, aux, last, strict=True)
-        }
 
 
 def plan_batches(
@@ -276,22 +344,3 @@ def _generate_batch(
     )
     new: list[list[int]] = written[:, longest:].tolist()
     return new
-
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def _report(progress: ProgressCallback | None, results: dict[int, CapturedStates]) -> None:
-    if progress is not None:
-        progress(sum(len(states.last) for states in results.values()))
-
-
-def _checked(states: CapturedStates, tokens: int, *, index: int) -> CapturedStates:
-    if len(states.aux) != tokens or len(states.last) != tokens:
-        raise ValueError(
-            f"sample {index} has {tokens} tokens but {len(states.aux)} aux and {len(states.last)} last "
-            "states: the verifier returned a part of them"
-        )
-    return states

@@ -34,6 +34,7 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
                 "layers": facts.num_hidden_layers,
                 "vocabulary": facts.vocab_size,
                 "tied head": facts.tied,
+                **request.get("digests", {}),
             },
         )
     return {}

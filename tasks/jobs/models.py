@@ -36,14 +36,18 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 @functools.cache
 def load_model(
-    directory: str, *, device: str, dtype: str, trust_remote_code: bool = False
+    directory: str, *, device: str, dtype: str, gpus: int = 1, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Return the verifier in evaluation mode; `dtype` is float32, bfloat16 or "stored"."""
+    """Return the verifier in evaluation mode; `dtype` is float32, bfloat16 or "stored".
+
+    On a GPU it is spread over `gpus` of those that this process sees; on a CPU that number means nothing.
+    """
     if dtype == STORED:
         dtype = read_facts(Path(directory)).dtype or "bfloat16"
+    found = resolve_device(device)
     model: PreTrainedModel = load_verifier_model(
         Path(directory),
-        device=str(resolve_device(device)),
+        device="auto" if gpus > 1 and found.type == "cuda" else str(found),
         dtype=getattr(torch, dtype),
         trust_remote_code=trust_remote_code,
     )

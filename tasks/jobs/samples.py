@@ -51,9 +51,10 @@ def open_samples(
 ) -> dict[str, CapturedSamples]:
     """Open the shards for the length of `stack` and return the samples of the sides train and val.
 
-    Samples without a supervised token, or shorter than two, teach nothing and are left out.
+    Left out are samples that teach nothing, without a supervised token or shorter than two, and quarantined ones.
     """
     readers = _open_shards(stack, store, request["states"])
+    quarantined = set(request["quarantined"])
     with artifacts.open_file(
         store, artifacts.require(store, request["split"]), SPLIT_TABLE
     ) as path:
@@ -63,6 +64,8 @@ def open_samples(
         with artifacts.open_file(store, artifacts.require(store, part), SAMPLES_TABLE) as path:
             rows = read_table(path).to_pylist()
         for row in rows:
+            if row["sample_id"] in quarantined:
+                continue
             reader, start, stop = readers[row["sample_id"]]
             stop = min(stop, start + max_tokens)
             mask = row["loss_mask"][: stop - start]

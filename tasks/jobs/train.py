@@ -18,6 +18,7 @@ from storage.related_trainings import related_trainings
 from storage.store import Store
 from storage.tables import write_metrics
 from tasks.child import ProgressCallback
+from tasks.disk_space import check_training_space
 from tasks.eagle3.optimizers import warmup_steps
 from tasks.eagle3.ranks import Ranks
 from tasks.eagle3.training import Training
@@ -55,6 +56,12 @@ def _lead(
     checkpoints = Checkpoints(store, wanted)
     with ExitStack() as stack:
         training = _open_training(stack, request, settings, ranks, checkpoints)
+        check_training_space(
+            store,
+            wanted.path,
+            trainable=sum(value.numel() for value in training.parameters.values()),
+            kept_checkpoints=settings.keep_checkpoints,
+        )
         tracking = Tracking(
             settings.tracker,
             directory=tracker_directory(store, settings.tracker),

@@ -182,6 +182,7 @@ def run_job(
                 "store": store.url,
                 "identity": asdict(trained),
                 "states": [made[STATES].path],
+                "quarantined": [],
                 "samples": [made[SAMPLES].path],
                 "split": made[SPLIT].path,
                 "draft_parts": parts,

@@ -9,6 +9,7 @@ import pytest
 
 from flows.cli import main
 from flows.run_log import OUR_LOGGERS
+from tests.storage.conftest import s3_endpoint, s3_environment, s3_store, store  # noqa: F401
 from tests.tiny_models import make_llama
 from tests.tiny_runs import write_chats, write_settings
 
@@ -34,7 +35,7 @@ def refusal(tmp_path, prefect_api, plain, capsys, own_loggers) -> Refusal:
     """
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    def run(*, status: int = 1, store: str | None = None, **groups: dict[str, Any]) -> str:
+    def run(*, status: int = 1, store: str | None = None, **groups: dict[str, Any]) -> str:  # noqa: F811
         values = plain | {"store": store or plain["store"]}
         for name, changes in groups.items():
             values[name] = values.get(name, {}) | changes

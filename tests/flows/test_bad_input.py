@@ -202,14 +202,19 @@ def test_what_this_machine_alone_can_refuse_is_refused_before_a_server_starts(
     plain, tmp_path, monkeypatch, capsys, own_loggers
 ):
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    wrong = {"verifier": {"model": "/no/such/model"}, "draft": {"config": "/no/such/draft.json"}}
-    for group, value in wrong.items():
+    wrong: list[tuple[str, dict[str, str], str]] = [
+        ("verifier", {"model": "/no/such/model"}, "/no/such/"),
+        ("draft", {"config": "/no/such/draft.json"}, "/no/such/"),
+        ("train", {"device": "cuda:1"}, "train.device is cuda:1, and this machine has no GPU"),
+    ]
+    monkeypatch.setattr("tasks.hardware.NVIDIA_DEVICE", tmp_path / "no-driver")
+    for group, value, refused in wrong:
         file = write_settings(plain | {group: value}, tmp_path / "settings.yaml")
 
         assert main(["run", str(file)]) == 1
 
         said = capsys.readouterr().err
-        assert "/no/such/" in said
+        assert refused in said
         assert "Prefect server" not in said
 
 

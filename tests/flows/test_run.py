@@ -221,6 +221,10 @@ def test_a_removed_reference_is_decoded_anew_and_the_drafts_texts_are_not(
 CHANGES = {
     "train": ({"train": {"lr": 2e-3}}, ["train", "evaluate", "export"]),
     "vocabulary": ({"vocab": {"draft_size": 64}}, ["map_vocab", "train", "evaluate", "export"]),
+    "split": (
+        {"split": {"val_ratio": 0.4}},
+        ["split", "map_vocab", "train", "evaluate", "export"],
+    ),
     "layers": ({"capture": {"layers": [1, 4, 5]}}, ["capture", "train", "evaluate", "export"]),
     "draft tokens": ({"evaluate": {"draft_tokens": 2}}, ["evaluate", "export"]),
     "processes": (
@@ -235,10 +239,12 @@ CHANGES = {
 def test_a_changed_setting_makes_anew_what_depends_on_it(change, tiny, tmp_path, prefect_api):
     groups, expected = CHANGES[change]
     copy = tiny.copy(tmp_path)
+    shards = manifests(copy.store, "capture")
 
     record = run_flow(copy.changed(**groups), prefect_api)
 
     assert computed(record) == expected
+    assert (manifests(copy.store, "capture") == shards) == ("capture" not in expected)
 
 
 @pytest.mark.slow

@@ -52,6 +52,29 @@ def test_an_unknown_group_is_refused_with_the_nearest_known_one(file):
     assert refusal(file, "trian.lr=1") == ("trian: there is no such setting; did you mean train?")
 
 
+def test_a_key_without_its_group_is_refused_with_the_group(file):
+    assert refusal(file, "epochs=1") == (
+        "epochs: there is no such setting; did you mean train.epochs?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "way_out"),
+    [
+        ("capture.layers='2,4'", "write a list, for example [a, b] (given: '2,4')"),
+        ("data.sources=chats.jsonl", "write a list, for example [a, b] (given: 'chats.jsonl')"),
+        ("verifier=/models/x", "write a group of settings, {key: value}, of model, "),
+    ],
+)
+def test_a_value_of_another_form_is_refused_with_the_form(file, override, way_out):
+    assert way_out in refusal(file, override)
+
+
+def test_a_key_that_is_there_twice_is_refused_with_its_line(file):
+    file.write_text(file.read_text() + "\ntrain: {epochs: 1}\ntrain: {lr: 1.0e-4}\n")
+    assert "the key train is there twice" in refusal(file)
+
+
 def test_every_problem_is_named_not_only_the_first(file):
     message = refusal(file, "train.epochs=0", "train.lr=fast", "capture.rows=3")
 

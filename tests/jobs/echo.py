@@ -4,13 +4,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tasks.child import ProgressCallback
 
+_may_write = threading.Event()
 
-def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
+Reply = dict[str, Any]
+
+
+def run(request: dict[str, Any], progress: ProgressCallback) -> Reply | Callable[[], Reply]:
     match request["do"]:
         case "echo":
             progress({"half": request["value"]})
@@ -26,6 +32,17 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         case "grandchild":
             process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             return {"pid": process.pid}
+        case "write behind":
+            progress({"computing": True})
+            return lambda: {"written": _may_write.wait(timeout=60)}
+        case "refuse behind":
+            return _refuse
+        case "let it write":
+            _may_write.set()
         case "sleep":
             time.sleep(600)
     return {}
+
+
+def _refuse() -> Reply:
+    raise ValueError("no room for the file; make some")

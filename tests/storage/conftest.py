@@ -5,40 +5,17 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-import boto3  # type: ignore[import-untyped]
 import pytest
-from moto.server import ThreadedMotoServer
 
 from storage.store import Store
-
-BUCKET = "outrider-tests"
-ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "testing",
-    "AWS_SECRET_ACCESS_KEY": "testing",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    # one try by the client itself: what is retried in these tests is retried by the store
-    "AWS_MAX_ATTEMPTS": "1",
-}
+from tests.s3_server import BUCKET, ENVIRONMENT, s3_server
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """A running S3 server with one bucket."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    client = boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        aws_access_key_id="testing",
-        aws_secret_access_key="testing",
-        region_name="us-east-1",
-    )
-    client.create_bucket(Bucket=BUCKET)
-    client.close()
-    yield endpoint
-    server.stop()
+    with s3_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture

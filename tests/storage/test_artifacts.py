@@ -254,8 +254,8 @@ def test_an_old_attempt_that_the_manifest_refers_to_stays(store: Store) -> None:
     for name in made.files:
         content = store.read_bytes(f"{made.path}/{attempt}/{name}")
         store.write_bytes(f"{made.path}/{old}/{name}", content)
-    text = store.read_bytes(f"{made.path}/{MANIFEST_NAME}").decode()
-    store.write_bytes(f"{made.path}/{MANIFEST_NAME}", text.replace(attempt, old).encode())
+    moved = Manifest.model_validate_json(made.model_dump_json().replace(attempt, old))
+    store.write_bytes(f"{made.path}/{MANIFEST_NAME}", moved.to_text())
     assert artifacts.remove_garbage(store, made.path) == []
     assert artifacts.find(store, IDENTITY) is not None
 

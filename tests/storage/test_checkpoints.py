@@ -1,10 +1,12 @@
 import logging
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from storage.artifacts import Identity, peek, verify
+from storage.artifacts import Identity, find, peek, remove_all, verify, write
 from storage.checkpoints import SEGMENT_ENTRIES, Checkpoint, CheckpointError, Checkpoints
 from storage.layout import best_directory, checkpoint_directory
 from storage.store import Store
@@ -279,3 +281,42 @@ def test_a_checkpoint_of_another_format_is_not_read(
         opened(store).save(make(10))
     with pytest.raises(CheckpointError, match="of format 1, this version of Outrider reads 2"):
         opened(store).load_latest()
+
+
+class _Dies(BaseException):
+    """Ends a removal as a signal would."""
+
+
+class _DyingStore(Store):
+    """Dies after so many deletions."""
+
+    deletions = 0
+
+    def delete(self, path: str) -> None:
+        if self.deletions == 0:
+            raise _Dies
+        self.deletions -= 1
+        super().delete(path)
+
+
+@pytest.mark.parametrize("deletions", range(7))
+def test_a_training_whose_removal_is_killed_at_any_moment_can_be_read_or_is_none(
+    tmp_path: Path, deletions: int
+) -> None:
+    store = Store(str(tmp_path))
+    history = [{"step": n} for n in range(SEGMENT_ENTRIES)]
+    for step in (10, 20):
+        opened(store).save(make(step, best_step=5, best=best(5), history=history))
+    with write(store, TRAINING) as writer:
+        writer.add_bytes("draft.safetensors", b"weights")
+        trained = writer.publish(rows=1)
+    dying = _DyingStore(str(tmp_path))
+    dying.deletions = deletions
+
+    with pytest.raises(_Dies) if deletions < 6 else nullcontext():
+        remove_all(dying, trained.path)
+
+    found = opened(store).load_latest()
+    assert (found.step if found else None) == {0: 20, 1: 10}.get(deletions)
+    assert (find(store, TRAINING) is not None) == (deletions < 4)
+    assert (store.sizes("") == {}) == (deletions == 6)

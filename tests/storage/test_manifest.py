@@ -111,5 +111,25 @@ def test_a_manifest_survives_json_and_refuses_what_does_not_follow() -> None:
             Manifest.model_validate({**fields, **change})
 
 
+def test_a_flipped_bit_anywhere_in_a_manifests_file_is_found() -> None:
+    manifest = Manifest.model_validate(
+        {**manifest_fields(), "facts": {"error": 1e-7, "shown": "ü"}}
+    )
+    text = manifest.to_text()
+    assert Manifest.from_text(text, path="stage/key") == manifest
+    assert Manifest.from_text(text, path="moved/key").path == "moved/key"
+    for place in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[place // 8] ^= 1 << place % 8
+        with pytest.raises(ValueError):  # noqa: PT011 - no JSON, no manifest, or not as it was written
+            Manifest.from_text(bytes(flipped), path="stage/key")
+
+
+def test_a_manifest_from_before_there_were_digests_is_read() -> None:
+    manifest = Manifest.model_validate(manifest_fields())
+    text = manifest.model_dump_json().encode()
+    assert Manifest.from_text(text, path="stage/key") == manifest
+
+
 def test_versions_name_the_libraries_that_are_there() -> None:
     assert {"python", "torch", "pyarrow"} <= set(library_versions())

@@ -7,8 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3  # type: ignore[import-untyped]
@@ -16,6 +14,7 @@ import pytest
 
 from storage import retries
 from storage.store import Store, StoreError
+from tests.storage.faulty_s3 import FaultyS3
 
 
 def test_what_is_written_is_read_back_and_replaced_as_a_whole(store: Store) -> None:
@@ -191,14 +190,14 @@ def test_transient_errors_of_an_object_store_are_tried_again(
     s3_environment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
-    with _FailingProxy(s3_environment) as proxy:
+    with FaultyS3(s3_environment) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         store = Store("s3://outrider-tests/flaky")
         for fault in ("503", "drop"):
-            proxy.fail_next(3, fault)
+            proxy.spoil(fault, count=3)
             with caplog.at_level(logging.WARNING):
                 store.write_bytes("a", fault.encode())
-            proxy.fail_next(2, fault)
+            proxy.spoil(fault, count=2)
             assert store.read_bytes("a") == fault.encode()
     assert "try 3 of 4" in caplog.text
 
@@ -207,9 +206,9 @@ def test_an_object_store_that_stays_broken_is_given_up_with_its_name(
     s3_environment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
-    with _FailingProxy(s3_environment) as proxy:
+    with FaultyS3(s3_environment) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        proxy.fail_next(1000, "503")
+        proxy.spoil("503", count=1000)
         with pytest.raises(StoreError, match=r"s3://outrider-tests/flaky/a in 4 tries: "):
             Store("s3://outrider-tests/flaky").write_bytes("a", b"1")
 
@@ -261,62 +260,6 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-class _FailingProxy:
-    """Passes requests on to an S3 server, but fails the next few: status 503 or a hang-up."""
-
-    def __init__(self, endpoint: str) -> None:
-        proxy = self
-        self.faults: list[str] = []
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def forward(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                fault = proxy.faults.pop() if proxy.faults else None
-                self.close_connection = True
-                if fault == "drop":
-                    return
-                if fault == "503":
-                    self.answer(503, {}, b"")
-                    return
-                onward = HTTPConnection(endpoint.removeprefix("http://"))
-                onward.request(self.command, self.path, body, dict(self.headers))
-                reply = onward.getresponse()
-                self.answer(reply.status, dict(reply.getheaders()), reply.read())
-                onward.close()
-
-            def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
-                self.send_response_only(status)
-                for name, value in headers.items():
-                    if name.lower() not in ("content-length", "connection"):
-                        self.send_header(name, value)
-                length = headers.get("Content-Length", str(len(body)))
-                self.send_header("Content-Length", length)
-                self.send_header("Connection", "close")
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward  # noqa: N815
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def fail_next(self, count: int, fault: str) -> None:
-        self.faults = [fault] * count
-
-    def __enter__(self) -> "_FailingProxy":
-        threading.Thread(target=self.server.serve_forever, args=(0.05,)).start()
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
 
 def test_a_disk_that_gets_full_under_a_library_is_named_with_its_store(tmp_path):

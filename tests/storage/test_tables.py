@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from storage.tables import (
@@ -10,6 +11,8 @@ from storage.tables import (
     Ragged,
     list_column,
     ragged,
+    read_batches,
+    read_rows,
     read_table,
     write_table,
 )
@@ -99,3 +102,21 @@ def test_nulls_and_plain_columns_are_not_ragged() -> None:
         ragged(pa.array([[1, None]]))
     with pytest.raises(ValueError, match="holds lists, not int64"):
         ragged(pa.array([1, 2]))
+
+
+def test_batches_and_row_ranges_are_parts_of_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    rows = [sample(f"s{i}", list(range(i))) for i in range(10)]
+    table = pa.Table.from_pylist(rows, schema=SAMPLES_SCHEMA)
+    pq.write_table(table, path, row_group_size=4)
+
+    batches = list(read_batches(path, ["input_ids"], rows_per_batch=3))
+    assert [batch.schema.names for batch in batches] == [["input_ids"]] * len(batches)
+    assert max(map(len, batches)) <= 3
+    assert [ids for batch in batches for ids in batch["input_ids"].to_pylist()] == [
+        row["input_ids"] for row in rows
+    ]
+    for start, stop in ((0, 10), (0, 4), (4, 8), (3, 5), (9, 10), (8, 8)):
+        assert read_rows(path, start, stop).to_pylist() == rows[start:stop]
+    with pytest.raises(ValueError, match="lacks the columns"):
+        list(read_batches(path, ["nothing"], rows_per_batch=3))

@@ -25,7 +25,7 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel,
     return load_model(directory), read_head(directory, read_facts(directory))
 
 
-def capture(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[CapturedStates]:
+def capture(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> CapturedStates:
     return CaptureEngine(model, layer_ids).capture(TOKENS, tokens_per_batch=64)
 
 
@@ -57,10 +57,8 @@ def test_the_final_norm_applied_twice_stops_the_capture(
     model, head = verifier
     norm = find_decoder(model).norm
     with torch.inference_mode():
-        states = [
-            CapturedStates(s.aux, norm(s.last.float()).to(s.last.dtype))
-            for s in capture(model, LAYER_IDS)
-        ]
+        right = capture(model, LAYER_IDS)
+        states = right._replace(last=norm(right.last.float()).to(right.last.dtype))
     with pytest.raises(CanaryError, match="norm"):
         check_shard(model, head, TOKENS, states, LAYER_IDS)
 

@@ -3,7 +3,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,16 +87,50 @@ def test_a_child_dies_with_its_parent_however_that_ends() -> None:
 
 def test_a_pool_replaces_a_dead_worker_and_leaves_none_behind() -> None:
     with WorkerPool(MODULE, processes=1, gpus_per_process=1) as pool:
-        with pool.worker() as worker:
-            first = worker.pid
-            with pytest.raises(JobFailedError):
-                worker.request({"do": "die"})
-        with pool.worker() as worker:
-            second = worker.request({"do": "echo", "value": 1})["pid"]
+        first = pool.request({"do": "echo", "value": 1})["pid"]
+        with pytest.raises(JobFailedError):
+            pool.request({"do": "die"})
+        second = pool.request({"do": "echo", "value": 1})["pid"]
     assert first != second
+    assert pool.pids == {first, second}
     assert wait_until_gone(second)
-    with pytest.raises(JobRefusedError), pool.worker():
-        pass
+    with pytest.raises(JobRefusedError):
+        pool.request({"do": "echo", "value": 1})
+
+
+def test_a_worker_takes_the_next_request_while_it_writes_what_it_has_computed() -> None:
+    computing = threading.Event()
+    with (
+        WorkerPool(MODULE, processes=1, gpus_per_process=1) as pool,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        first = threads.submit(pool.request, {"do": "write behind"}, lambda _: computing.set())
+        assert computing.wait(timeout=30)
+        # the first one's file is written only once the second is served: one after the other they would time out
+        assert pool.request({"do": "let it write"}) == {}
+        assert first.result(timeout=30) == {"written": True}
+
+
+def test_a_worker_that_dies_fails_all_it_had_taken_and_the_next_is_fresh() -> None:
+    computing = threading.Event()
+    with (
+        WorkerPool(MODULE, processes=1, gpus_per_process=1) as pool,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        first = threads.submit(pool.request, {"do": "write behind"}, lambda _: computing.set())
+        assert computing.wait(timeout=30)
+        with pytest.raises(JobFailedError, match="SIGKILL"):
+            pool.request({"do": "die"})
+        with pytest.raises(JobFailedError, match="SIGKILL"):
+            first.result(timeout=30)
+        assert pool.request({"do": "echo", "value": 1})["value"] == 1
+
+
+def test_an_error_in_what_is_left_to_do_reaches_who_asked() -> None:
+    with Child(MODULE) as child:
+        with pytest.raises(JobRefusedError, match="no room for the file; make some"):
+            child.request({"do": "refuse behind"})
+        assert child.request({"do": "echo", "value": 1})["value"] == 1
 
 
 def test_each_worker_of_a_pool_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +140,8 @@ def test_each_worker_of_a_pool_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPat
     assert pool._environment(1)["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert pool._environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert pool._environment(0)["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_failed_try_takes_back_what_it_has_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -62,12 +62,25 @@ def test_an_estimate_shows_its_arithmetic(tiny, file, capsys):
     text = capsys.readouterr().out
     tokens = tokens_of(tiny.store)
     assert f"{tokens:,} tokens x (3 layers + 1) x 64 values x 2 bytes" in text
-    assert "24 samples are there; 0 to do" in text
+    assert "24 samples are there, 0 quarantined; 0 to do" in text
     assert re.search(
         r"^draft      1 llama layer of hidden size 64, .*vocabulary of 128 tokens$",
         text,
         re.MULTILINE,
     )
+
+
+def test_an_estimate_of_fp8_states_counts_a_byte_a_value_and_the_scales(tiny, file, capsys):
+    fp8 = [file, "--set", "capture.codec=fp8"]
+    assert main(["estimate", *fp8, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    tokens = tokens_of(tiny.store)
+    assert figures["bytes_per_token"] == (3 + 1) * (64 + 2)
+    assert figures["missing_bytes"] == tokens * 264  # nothing is captured in that codec
+
+    assert main(["estimate", *fp8]) == 0
+    arithmetic = f"{tokens:,} tokens x (3 layers + 1) x (64 values x 1 byte + a scale of 2)"
+    assert arithmetic in capsys.readouterr().out
 
 
 def test_an_estimate_names_a_draft_config_that_is_not_there(tiny, tmp_path, capsys):
@@ -192,21 +205,26 @@ def test_verify_passes_on_a_sound_store(tiny, file, capsys):
     assert capsys.readouterr().out == f"{count} artifacts checked by digests, problems: 0\n"
 
 
-def test_verify_deep_finds_one_flipped_bit_in_a_shard(tiny, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["states.safetensors", "rows.parquet", "manifest.json"])
+def test_verify_deep_finds_one_flipped_bit_in_a_shard(tiny, tmp_path, name, capsys):
     copy = tiny.copy(tmp_path)
     file = str(write_settings(copy.values, tmp_path / "settings.yaml"))
-    states = min(copy.store.glob("states/*/*/attempt-*/states.safetensors"))
-    content = bytearray(states.read_bytes())
+    shard = (copy.store / min(manifests(copy.store, "capture"))).parent
+    (harmed,) = shard.rglob(name)
+    content = bytearray(harmed.read_bytes())
     content[len(content) // 2] ^= 1
-    states.write_bytes(content)
+    harmed.write_bytes(content)
 
-    assert main(["verify", file]) == 0
+    assert main(["verify", file]) == (1 if name == "manifest.json" else 0)
     capsys.readouterr()
     assert main(["verify", file, "--deep"]) == 1
 
     problem, summary, way_out = capsys.readouterr().out.splitlines()
-    shard = states.parent.parent.relative_to(copy.store)
-    assert problem.startswith(f"{shard}: states.safetensors has the digest ")
+    place = shard.relative_to(copy.store)
+    if name == "manifest.json":
+        assert problem == f"{shard} has no readable manifest"
+    else:
+        assert problem.startswith(f"{place}: {name} has the digest ")
     assert summary.endswith("problems: 1")
     assert way_out.startswith("add --repair")
 

@@ -93,6 +93,8 @@ def test_a_nested_quantized_checkpoint_is_understood(tmp_path):
         "default_layers": [2, 30, 58],
         # 3 captured layers and the last state, 64 values of 2 bytes
         "bytes_per_token": 4 * 64 * 2,
+        # 1 byte a value, and 2 for a state's scale
+        "bytes_per_token_fp8": 4 * (64 + 2),
         "weight_files": 3,
         "weight_bytes": sum(f.stat().st_size for f in (tmp_path / "kimi").glob("*.safetensors")),
         "parameters": 96 * 64 * 2 + 64 + 96 * 8 + 96 * 2 + 2,

@@ -67,6 +67,7 @@ def request_of(tiny: TinyRun, tmp_path: Path) -> Callable[..., Request]:
             "store": store.url,
             "states": [part.path for part in list_manifests(store, f"states/{capture}")],
             "samples": [part.path for part in list_manifests(store, "samples")],
+            "quarantined": [],
             "split": split.path,
             "draft_parts": parts,
             "settings": settings.model_dump(mode="json"),

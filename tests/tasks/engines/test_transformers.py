@@ -1,14 +1,18 @@
 import json
 import logging
+import shutil
 
 import pytest
 import torch
+from accelerate import infer_auto_device_map
+from accelerate.utils import get_balanced_memory
 from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
 
 from tasks.eagle3.head import read_head
 from tasks.eagle3.hidden_states import check_states
 from tasks.eagle3.verifier import VerifierError, read_facts
-from tasks.engines.loading import load_verifier_model
+from tasks.engines.loading import load_verifier_model, spread_over
 from tasks.engines.transformers import (
     CaptureEngine,
     CaptureMemoryError,
@@ -42,7 +46,7 @@ def samples():
 def test_captured_states_are_transformers_own_of_each_sample_alone(model, samples):
     engine = CaptureEngine(model, LAYERS, store_dtype=torch.float32)
 
-    captured = engine.capture(samples, tokens_per_batch=80)
+    captured = engine.capture(samples, tokens_per_batch=80).split(LENGTHS)
 
     for sample, states in zip(samples, captured, strict=True):
         with torch.inference_mode():
@@ -56,9 +60,10 @@ def test_captured_states_are_transformers_own_of_each_sample_alone(model, sample
 def test_the_batch_does_not_change_a_samples_states_beyond_rounding(model, samples):
     engine = CaptureEngine(model, LAYERS, store_dtype=torch.float32)
 
-    alone = [engine.capture([sample], tokens_per_batch=1)[0] for sample in samples]
+    alone = [engine.capture([sample], tokens_per_batch=1) for sample in samples]
 
-    for batched, single in zip(engine.capture(samples, tokens_per_batch=999), alone, strict=True):
+    together = engine.capture(samples, tokens_per_batch=999).split(LENGTHS)
+    for batched, single in zip(together, alone, strict=True):
         torch.testing.assert_close(batched.aux, single.aux, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(batched.last, single.last, atol=1e-4, rtol=1e-4)
 
@@ -66,7 +71,7 @@ def test_the_batch_does_not_change_a_samples_states_beyond_rounding(model, sampl
 def test_captured_states_pass_the_canary_in_bf16(directory, model, samples):
     head = read_head(directory, read_facts(directory))
 
-    states = CaptureEngine(model, LAYERS).capture(samples, tokens_per_batch=80)[3]
+    states = CaptureEngine(model, LAYERS).capture([samples[3]], tokens_per_batch=80)
 
     assert states.aux.dtype == states.last.dtype == torch.bfloat16
     score = check_states(
@@ -94,20 +99,30 @@ def out_of_memory_beyond(tokens: int):
     return refuse
 
 
-def test_a_batch_that_does_not_fit_is_halved_and_nothing_is_lost(model, samples, caplog):
+def test_after_a_batch_that_does_not_fit_all_are_smaller_and_nothing_is_lost(
+    model, samples, caplog
+):
     engine = CaptureEngine(model, LAYERS, store_dtype=torch.float32)
     wanted = engine.capture(samples, tokens_per_batch=80)
     handle = model.model.layers[4].mlp.register_forward_pre_hook(out_of_memory_beyond(40))
+    tried: list[int] = []
+    spy = model.model.register_forward_pre_hook(
+        lambda _, __, given: tried.append(given["input_ids"].numel()), with_kwargs=True
+    )
     try:
         with caplog.at_level(logging.WARNING):
-            captured = engine.capture(samples, tokens_per_batch=240)
+            first = engine.capture(samples, tokens_per_batch=240)
+            again = engine.capture(samples, tokens_per_batch=240)
     finally:
         handle.remove()
+        spy.remove()
 
-    # 6 x 40 -> 3 x 40 twice -> ... until 40 tokens fit
-    assert "batch of 6 samples does not fit, halving it" in caplog.text
-    for got, want in zip(captured, wanted, strict=True):
-        torch.testing.assert_close(got.aux, want.aux, atol=1e-4, rtol=1e-4)
+    # 6 x 40, 3 x 40 and 3 x 17 do not fit, each halves what follows; the second call tries none of them again
+    assert tried == [240, 120, 40, 40, 51, 17, 2 * 9, 3, 40, 40, 17, 2 * 9, 3]
+    assert [record.args[-1] for record in caplog.records] == [120, 60, 25]
+    for captured in (first, again):
+        torch.testing.assert_close(captured.aux, wanted.aux, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(captured.last, wanted.last, atol=1e-4, rtol=1e-4)
 
 
 def test_a_sample_that_alone_does_not_fit_is_named(model, samples):
@@ -140,10 +155,10 @@ def test_a_long_sample_does_not_change_the_long_rope_of_a_short_one(tmp_path):
     samples = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (60, 140)]
     engine = CaptureEngine(model, LAYERS, store_dtype=torch.float32)
 
-    together = engine.capture(samples, tokens_per_batch=999)
+    together = engine.capture(samples, tokens_per_batch=999).split([60, 140])
 
     for sample, states in zip(samples, together, strict=True):
-        alone = engine.capture([sample], tokens_per_batch=999)[0]
+        alone = engine.capture([sample], tokens_per_batch=999)
         torch.testing.assert_close(states.aux, alone.aux, atol=1e-4, rtol=1e-4)
 
 
@@ -193,6 +208,48 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
 
     with pytest.raises(VerifierError, match=r"first: model\.layers\.3\.mlp\.up_proj\.weight"):
         load_verifier_model(directory)
+
+
+def test_a_model_is_spread_in_whole_layers_over_its_gpus_and_nowhere_else(model):
+    """Where transformers puts the modules is worked out by accelerate, which needs no GPU for that."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+
+    def places(free_bytes):
+        options = spread_over([free_bytes, free_bytes])
+        assert options["device_map"] == "balanced"
+        whole = model._no_split_modules
+        room = get_balanced_memory(model, options["max_memory"], no_split_module_classes=whole)
+        return infer_auto_device_map(model, room, no_split_module_classes=whole)
+
+    found = places(2 * weights)
+    layers = [found[f"model.layers.{i}"] for i in range(len(model.model.layers))]
+    assert layers == sorted(layers)
+    assert set(found.values()) == {0, 1}
+    # too little: what is left over goes to no RAM, so that loading fails instead of crawling
+    assert set(places(weights // 3).values()) <= {0, 1, "disk"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own, about its internals
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on a CPU")
+def test_compiled_layers_give_the_same_states_and_leave_the_model_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # set for all other tests
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    model = load_verifier_model(make_llama(tmp_path))
+    generator = torch.Generator().manual_seed(1)
+    samples = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in LENGTHS]
+    plain = CaptureEngine(model, LAYERS, store_dtype=torch.float32)
+    compiled = CaptureEngine(model, LAYERS, store_dtype=torch.float32, compiled=True)
+
+    wanted = plain.capture(samples, tokens_per_batch=80)
+    counters.clear()
+    states = compiled.capture(samples, tokens_per_batch=80)
+
+    assert counters["stats"]["unique_graphs"] >= 1
+    assert not counters["graph_break"]
+    assert "forward" not in vars(model.model.layers[0])
+    torch.testing.assert_close(states.aux, wanted.aux, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states.last, wanted.last, atol=1e-4, rtol=1e-4)
 
 
 def test_a_composite_model_gives_its_language_model_alone(tmp_path):

@@ -188,7 +188,7 @@ def test_lines_of_stages_and_children_are_in_the_log_of_the_run(site: Site, firs
 
     for stage in STAGES:
         assert [x for x in lines if re.match(rf"{stage}: computed, \d+ rows", x)], stage
-    assert "capture: 0 of 16 samples done, 16 to do in 2 shards" in lines
+    assert "capture: 0 of 16 samples done, 16 to do in 2 shards, 0 quarantined" in lines
     assert [x for x in lines if re.match(r"\[train \d+\] .* M parameters", x)]
     (captured,) = site.child_runs(first)
     assert [x for x in site.lines(captured["id"]) if x.startswith("capture: ") and "tokens" in x]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -83,7 +83,12 @@ def running(values: Values, directory: Path, api: str) -> Iterator["subprocess.P
 
 
 def workers(flow: "subprocess.Popen[str]") -> list[psutil.Process]:
-    return [p for p in started_by(flow.pid) if "tasks.jobs.capture" in p.cmdline()]
+    found = []
+    for process in started_by(flow.pid):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if "tasks.jobs.capture" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def shards(store: Path) -> dict[str, int]:

@@ -46,7 +46,7 @@ from torch import Tensor  # noqa: E402
 from flows.settings import load_settings  # noqa: E402
 from storage import artifacts  # noqa: E402
 from storage.artifacts import Identity  # noqa: E402
-from storage.layout import SAMPLES, SAMPLES_TABLE, STATES  # noqa: E402
+from storage.layout import SAMPLES, SAMPLES_TABLE, STATES, capture_directory  # noqa: E402
 from storage.shards import open_shard  # noqa: E402
 from storage.store import Store  # noqa: E402
 from storage.tables import SAMPLES_SCHEMA, read_table, write_table  # noqa: E402
@@ -56,7 +56,6 @@ from tasks.capture import (  # noqa: E402
     bytes_per_token,
     capture_key,
     capture_shard,
-    captured_samples,
     open_plan,
     plan_capture,
 )
@@ -98,7 +97,7 @@ def publish(store: Store, samples: Sequence[Sequence[int]], name: str) -> StageR
     """The samples as tokenize_chats leaves them."""
     rows = [
         {
-            "sample_id": f"{name}-{number:060d}",
+            "sample_id": f"{number:064x}",
             "conversation_id": str(number),
             "source": name,
             "input_ids": list(ids),
@@ -111,7 +110,8 @@ def publish(store: Store, samples: Sequence[Sequence[int]], name: str) -> StageR
     with artifacts.write(store, wanted) as writer:
         with writer.file(SAMPLES_TABLE) as path:
             write_table(path, rows, schema=SAMPLES_SCHEMA)
-        return StageResult((writer.publish(rows=len(rows)),), reused=False)
+        facts = {"tokens": sum(map(len, samples))}
+        return StageResult((writer.publish(rows=len(rows), facts=facts),), reused=False)
 
 
 class Ours:
@@ -156,10 +156,10 @@ class Ours:
     def states(self, key: str) -> dict[str, tuple[Tensor, Tensor]]:
         """Sample id -> its aux and last, of all shards."""
         found = {}
-        for manifest, ids in captured_samples(self._store, key):
+        for manifest in artifacts.list_manifests(self._store, capture_directory(key)):
             with open_shard(self._store, manifest) as shard:
                 places = shard.rows.offsets
-                for i, sample in enumerate(ids):
+                for i, sample in enumerate(shard.rows.sample_ids):
                     rows = int(places[i]), int(places[i + 1])
                     found[sample] = (shard.aux(*rows), shard.last(*rows))
         return found
@@ -169,7 +169,7 @@ def check_states(ours: dict[str, tuple[Tensor, Tensor]], plain: dict[int, Tensor
     """The largest relative error of any sample's aux, per token as the canary takes it."""
     worst = 0.0
     for sample, (aux, _) in ours.items():
-        own = plain[int(sample.rsplit("-", 1)[1])].float()
+        own = plain[int(sample, 16)].float()
         error = torch.linalg.vector_norm(aux.float() - own, dim=-1)
         size = torch.linalg.vector_norm(own, dim=-1)
         worst = max(worst, float((error / size).mean()))

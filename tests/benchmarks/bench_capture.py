@@ -77,7 +77,7 @@ from tests.benchmarks.plain_capture import (  # noqa: E402
 )
 
 DEMO = REPOSITORY / "deployments/smollm2-demo.yaml"
-TEXTS = {"demo": (256, 1, 128), "mixed": (128, 16, 1024), "long": (4000, 64, 2048)}
+TEXTS = {"demo": (256, 1, 128), "mixed": (128, 16, 1024), "long": (800, 64, 2048)}
 """Samples, and the shortest and the longest; lengths are log-uniform between, the demo's are its own."""
 QUICK_SHARE = 8
 STATES_TOLERANCE = 0.02  # of bf16 states: two batches of different sizes round differently

@@ -3,14 +3,17 @@
 `python tests/benchmarks/bench_reference_job.py [--tiny] [--directory DIR] [--output FILE]`
 
 Makes a verifier directory of the three tensors and random captured states, then times what a run does with them: the
-jobs of train and export, each in a process of its own, from the start of the first to the published speculator. The
-published run of this job took "about a minute" on one GPU. `--tiny` is the same with small sizes, for a try on a CPU.
+jobs of train and export, each in a process of its own, from the start of the first to the published speculator. Beside
+it speculators' own command trains the same draft on the same samples and states, each from a fresh process, both with a
+checkpoint an epoch. The published run of this job took "about a minute" on one GPU. `--tiny` is the same with small
+sizes, for a try on a CPU, where speculators' Trainer does not run.
 """
 
 import argparse
 import datetime as dt
 import json
 import logging
+import shutil
 import sys
 import tempfile
 import time
@@ -53,12 +56,16 @@ from tasks.eagle3.draft_plan import plan_draft  # noqa: E402
 from tasks.eagle3.draft_settings import DraftSettings  # noqa: E402
 from tasks.eagle3.training_settings import TrainSettings  # noqa: E402
 from tasks.eagle3.verifier import read_facts  # noqa: E402
+from tests.benchmarks import speculators_job  # noqa: E402
 
 FIXTURE = REPOSITORY / "tests/fixtures/kimi_k2_5_config.json"
 LAYER_IDS = [2, 30, 58]
+EPOCHS, LR, TTT_STEPS, TOKENS = 3, 3e-5, 3, 2048
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4,
         "vocab_size": 512, "num_hidden_layers": 61}  # fmt: skip
 LENGTHS = (2048, 1931, 1830, 1718, 1640, 1512, 1433, 1290, 1177, 1024)
+TRAINED = 8
+"""Samples that are trained on; the others are for validation."""
 
 
 def make_verifier(directory: Path, *, tiny: bool) -> Path:
@@ -67,6 +74,8 @@ def make_verifier(directory: Path, *, tiny: bool) -> Path:
     config = json.loads(FIXTURE.read_text())
     if tiny:
         config["text_config"] |= TINY
+        for part in (config, config["text_config"]):
+            part.update({key: 1 for key in part if key.endswith("token_id")})
     (directory / "config.json").write_text(json.dumps(config))
     vocabulary, hidden = (config["text_config"][k] for k in ("vocab_size", "hidden_size"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,12 +105,13 @@ def artifact(
         made[stage] = writer.publish(rows=len(LENGTHS))
 
 
-def make_data(store: Store, verifier: Path) -> dict[str, Manifest]:
-    """Samples, states, split and vocabulary map, as the stages before training leave them."""
+def make_data(store: Store, verifier: Path, peer: Path) -> dict[str, Manifest]:
+    """Samples, states, split and vocabulary map, as the stages before training leave them; the same for speculators."""
     facts = read_facts(verifier)
     draft_size = min(32_000, facts.vocab_size // 2)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(draft_size, (n,), generator=generator).tolist() for n in LENGTHS]
+    masks = [[place >= 0.3 * n for place in range(n)] for n in LENGTHS]
     names = [f"{n:064x}" for n in range(len(texts))]
     rows = [{"conversation_id": name, "source": "random"} for name in names]
     made: dict[str, Manifest] = {}
@@ -111,14 +121,14 @@ def make_data(store: Store, verifier: Path) -> dict[str, Manifest]:
             | {
                 "sample_id": row["conversation_id"],
                 "input_ids": text,
-                "loss_mask": [place >= 0.3 * len(text) for place in range(len(text))],
+                "loss_mask": mask,
                 "truncated": False,
             }
-            for row, text in zip(rows, texts, strict=True)
+            for row, text, mask in zip(rows, texts, masks, strict=True)
         ]
         write_table(path, samples, schema=SAMPLES_SCHEMA)
     with artifact(store, SPLIT, made) as writer, writer.file(SPLIT_TABLE) as path:
-        sides = [row | {"side": "train" if n < 8 else "val"} for n, row in enumerate(rows)]
+        sides = [row | {"side": "train" if n < TRAINED else "val"} for n, row in enumerate(rows)]
         write_table(path, sides, schema=SPLIT_SCHEMA)
     with artifact(store, VOCAB_MAP, made) as writer, writer.file(VOCAB_FILE) as path:
         t2d = np.arange(facts.vocab_size) < draft_size
@@ -126,13 +136,17 @@ def make_data(store: Store, verifier: Path) -> dict[str, Manifest]:
     place = shard_directory("reference", "job")
     with artifact(store, STATES, made, directory=place) as writer:
         tokens, hidden = sum(LENGTHS), facts.hidden_size
+        aux = torch.randn(tokens, len(LAYER_IDS) * hidden, generator=generator).bfloat16()
+        last = torch.randn(tokens, hidden, generator=generator).bfloat16()
         write_shard(
             writer,
-            aux=torch.randn(tokens, len(LAYER_IDS) * hidden, generator=generator).bfloat16(),
-            last=torch.randn(tokens, hidden, generator=generator).bfloat16(),
+            aux=aux,
+            last=last,
             rows=ShardRows.from_lists(names, texts),
             layer_ids=LAYER_IDS,
         )
+    states = list(zip(aux.split(LENGTHS), last.split(LENGTHS), strict=True))
+    speculators_job.write_data(peer, texts, masks, states, t2d)
     return made
 
 
@@ -165,9 +179,10 @@ def run_job(
         ),
     }
     settings = TrainSettings(
-        epochs=3,
-        lr=3e-5,
-        tokens_per_batch=2048,
+        epochs=EPOCHS,
+        lr=LR,
+        ttt_steps=TTT_STEPS,
+        tokens_per_batch=TOKENS,
         checkpoint_seconds=1e6,
         precision="bf16",
         device="auto",
@@ -209,11 +224,24 @@ def run_job(
     return seconds, artifacts.require(store, trained.path).facts
 
 
+def run_peer_job(directory: Path, verifier: Path) -> float:
+    """Seconds of speculators' own command."""
+    plan = plan_draft(DraftSettings(), read_facts(verifier).text_config)
+    return speculators_job.run_job(
+        directory,
+        verifier,
+        draft_layer=plan.layer,
+        layer_ids=LAYER_IDS,
+        settings={"epochs": EPOCHS, "lr": LR, "ttt_steps": TTT_STEPS, "total_seq_len": TOKENS},
+        train_share=TRAINED / len(LENGTHS),
+    )
+
+
 def main() -> None:
     """Parse, prepare, time, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small sizes, not recorded")
-    parser.add_argument("--directory", type=Path, help="where to work: 30 GB for the full size")
+    parser.add_argument("--directory", type=Path, help="where to work: 60 GB for the full size")
     parser.add_argument(
         "--output", type=Path, default=REPOSITORY / "tests/benchmarks/results.jsonl"
     )
@@ -222,8 +250,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
         verifier = make_verifier(Path(scratch, "verifier"), tiny=arguments.tiny)
         store = Store(str(Path(scratch, "store")))
-        made = make_data(store, verifier) | {VERIFIER: load_verifier(store, verifier)}
+        peer = Path(scratch, "speculators")
+        made = make_data(store, verifier, peer) | {VERIFIER: load_verifier(store, verifier)}
         seconds, facts = run_job(store, verifier, made)
+        shutil.rmtree(Path(scratch, "store"))  # speculators' checkpoints take 50 GB
+        peer_seconds = run_peer_job(peer, verifier) if torch.cuda.is_available() else None
     record = {
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
@@ -232,8 +263,9 @@ def main() -> None:
         "benchmark": "reference job: Kimi-K2.5 draft, 10 samples, 3 epochs, process start to speculator",
         "unit": "seconds",
         "ours": round(seconds["all"], 1),
-        "peer": None,
-        "ratio": None,
+        "peer": peer_seconds and round(peer_seconds, 1),
+        "peer_name": "speculators' own command, without an export",
+        "ratio": peer_seconds and round(peer_seconds / seconds["all"], 2),
         "ceiling": 40,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "steps": facts["steps"],

@@ -175,6 +175,7 @@ def test_the_cosine_falls_from_the_peak_through_half_to_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_on_a_gpu_waits_for_nothing_taken_or_not(name: str) -> None:
     draft = make_draft().cuda()
@@ -184,8 +185,8 @@ def test_a_step_on_a_gpu_waits_for_nothing_taken_or_not(name: str) -> None:
         value.grad = torch.randn_like(value)
     optimizers.step(losses[0])  # what is made once may wait
     before = everything(draft, optimizers)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for loss in losses[1:]:
             optimizers.set_rates(1, 10)
             optimizers.step(loss)

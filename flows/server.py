@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasks.child import die_with_parent, kill_children, start_process
+from tasks.child import kill_children
+from tasks.processes import die_with_parent, start_process
 
 logger = logging.getLogger(__name__)
 

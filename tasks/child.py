@@ -1,17 +1,16 @@
 """Child processes: where torch, transformers and the GPU live, never in the flow's own process.
 
-`Child("tasks.jobs.train")` starts `python -m tasks.child tasks.jobs.train` in a session of its own. Requests go
-to its stdin as JSON lines; replies come back through a pipe of their own, so that whatever a library prints
-on stdout or stderr is log text and nothing else. A job module has `run(request, progress) -> reply`,
-dictionaries both. It may return a function instead, when all that is left is to write files: it is called, for the
-reply, in a thread of its own, behind the next request's work.
+`Child("tasks.jobs.train")` is a process of its own, forked from one that has imported torch and speculators already
+(tasks.forks), or else `python -m tasks.child tasks.jobs.train`. Requests go to its stdin as JSON lines; replies come
+back through a pipe of their own, so that whatever a library prints on stdout or stderr is log text and nothing else.
 
-A child ends with its parent, however that ends: the kernel kills it (PR_SET_PDEATHSIG). The signal is tied to
-the *thread* that started the child, so all children are started by one thread that lives as long as the process.
+A job module has `run(request, progress) -> reply`, dictionaries both. It may return a function instead, when all that
+is left is to write files: it is called, for the reply, in a thread of its own, behind the next request's work.
+
+A child ends with its parent, however that ends: the kernel kills it (tasks.processes).
 """
 
 import contextvars
-import ctypes
 import importlib
 import json
 import logging
@@ -33,31 +32,16 @@ from typing import Any, Self
 
 from storage import retries
 from storage.artifacts import ArtifactError
+from tasks import forks
+from tasks.processes import DEFAULTS, Descriptors, Process, die_with_parent, start_process
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 REPLY_FD = "OUTRIDER_REPLY_FD"
-PARENT_PID = "OUTRIDER_PARENT_PID"
 TAIL_LINES = 20
-DEFAULTS = {
-    "PYTHONUNBUFFERED": "1",
-    # Threads that wait spin for some microseconds, then sleep: a training step of 512 tokens takes 280 ms on 2 cores,
-    # 350 without spinning. libgomp's own 300,000 rounds make two busy processes there 10 to 28 times slower.
-    "GOMP_SPINCOUNT": "3000",
-    "TOKENIZERS_PARALLELISM": "false",
-    # GPUs count here as the driver counts them (tasks.gpus); CUDA's own order is fastest first.
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    # Bars of libraries are drawn for a terminal that a child does not have.
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    # speculators warns at every load of a tied or single-file verifier.
-    "LOGURU_LEVEL": "ERROR",
-}
-
 ProgressCallback = Callable[[dict[str, Any]], None]
 Message = dict[str, Any]
 
-_starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="child-starter")
 _children: "weakref.WeakSet[Child]" = weakref.WeakSet()
 
 
@@ -84,24 +68,14 @@ class Child:
         self.module = module
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._killed = False
-        read_fd, write_fd = os.pipe()
-        variables = {
-            **DEFAULTS,
-            **os.environ,
-            **(environment or {}),
-            REPLY_FD: str(write_fd),
-        }
-        self._process = start_process(
-            [sys.executable, "-m", "tasks.child", module],
-            stdin=subprocess.PIPE,
-            pass_fds=(write_fd,),
-            env=variables,
-        )
-        os.close(write_fd)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._output = self._process.stdin, self._process.stdout
-        self._replies = os.fdopen(read_fd, "r")
+        (given, requests), (output, printed), (replies, replied) = (os.pipe() for _ in range(3))
+        self._requests, self._output = os.fdopen(requests, "w"), os.fdopen(output)
+        self._replies = os.fdopen(replies)
+        try:
+            self._process = _start(module, dict(environment or {}), (given, printed, replied))
+        finally:
+            for descriptor in (given, printed, replied):
+                os.close(descriptor)
         self._requests_lock, self._inboxes_lock = threading.Lock(), threading.Lock()
         self._inboxes: dict[int, queue.SimpleQueue[Message | None]] = {}
         self._sent, self._ended = 0, False
@@ -255,31 +229,21 @@ def kill_children() -> None:
             child.kill()
 
 
-def start_process(
-    command: list[str], *, env: Mapping[str, str], **options: Any
-) -> "subprocess.Popen[str]":
-    """Start a process that `die_with_parent` may call in: in a session of its own, output piped together."""
-
-    def start() -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            command,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            text=True,
-            env={**env, PARENT_PID: str(os.getpid())},
-            **{"stdout": subprocess.PIPE, **options},
-        )
-
-    return _starter.submit(start).result()
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux), and leave if it has ended already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    expected = os.environ.get(PARENT_PID)
-    if expected is not None and os.getppid() != int(expected):
-        sys.exit(1)
+def _start(module: str, environment: dict[str, str], descriptors: Descriptors) -> Process:
+    """Start the process of a job module, forked from the seed where the system can do that."""
+    if forks.AVAILABLE:
+        try:
+            return forks.spawn(module, environment, descriptors)
+        except ConnectionError:
+            logger.debug("the process that jobs are forked from has gone; %s starts alone", module)
+    given, printed, replied = descriptors
+    return start_process(
+        [sys.executable, "-m", "tasks.child", module],
+        stdin=given,
+        stdout=printed,
+        pass_fds=(replied,),
+        env={**DEFAULTS, **os.environ, **environment, REPLY_FD: str(replied)},
+    )
 
 
 def _kind_of(error: Exception) -> str:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from tasks.child import DEFAULTS  # noqa: E402
+from tasks.processes import DEFAULTS  # noqa: E402
 
 os.environ.update(DEFAULTS)  # both sides' threads wait alike; read when torch is imported
 

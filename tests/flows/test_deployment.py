@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml
 
-from tasks.child import die_with_parent
+from tasks.processes import die_with_parent
 from tests.tiny_models import make_llama
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,111 @@
+"""The seed: a process that has imported what jobs need and is forked for each of them (`tasks.forks`).
+
+It has no threads of its own, runs no job and touches no GPU. It ends with the process that started it, and its forks
+end with it.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import selectors
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks import child
+from tasks.child import REPLY_FD
+from tasks.forks import MESSAGE_BYTES, Request
+from tasks.processes import PARENT_PID, die_with_parent
+
+PRELOADED = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "tasks.eagle3.draft",
+)
+ARGUMENTS = (48, 49)
+"""Fields of /proc/PID/stat (proc(5)) with the addresses of a process's arguments."""
+
+
+def serve() -> Request | None:
+    """The seed's side: import, fork for every request; returns the request in a fork, None when there are no more."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    for module in PRELOADED:
+        with contextlib.suppress(Exception):  # a job that needs it says what is wrong
+            importlib.import_module(module)
+    seed, waiting = os.getpid(), dict[int, int]()
+    asked = True
+    with selectors.DefaultSelector() as ready:
+        ready.register(connection, selectors.EVENT_READ)
+        while asked or waiting:
+            for key, _ in ready.select():
+                if key.data is not None:
+                    ready.unregister(key.fd)
+                    os.close(key.fd)
+                    del waiting[key.data]
+                    status = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
+                    _tell(connection, {"pid": key.data, "returncode": status})
+                    continue
+                data, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 8)
+                if not data:
+                    asked = False
+                    ready.unregister(connection)
+                    continue
+                pid = os.fork()
+                if pid == 0:
+                    os.setpgid(0, 0)
+                    connection.close()
+                    for descriptor in waiting.values():
+                        os.close(descriptor)
+                    return {**json.loads(data), "seed": seed, "descriptors": list(descriptors)}
+                with contextlib.suppress(
+                    OSError
+                ):  # whoever is first: the group is there when the pid is told
+                    os.setpgid(pid, pid)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                waiting[pid] = os.pidfd_open(pid)
+                ready.register(waiting[pid], selectors.EVENT_READ, pid)
+                _tell(connection, {"pid": pid})
+    return None
+
+
+def become(request: Request) -> None:
+    """Take on what makes a fork the process that was asked for: its streams, environment, threads and name."""
+    given, printed, replied = request["descriptors"]
+    for source, target in ((given, 0), (printed, 1), (printed, 2)):
+        os.dup2(source, target)
+    os.close(given)
+    os.close(printed)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.environ.update({PARENT_PID: str(request["seed"]), REPLY_FD: str(replied)})
+    os.chdir(request["directory"])
+    _show_command([sys.executable, "-m", "tasks.child", request["module"]])
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(threads))
+
+
+def _show_command(words: list[str]) -> None:
+    """Let `ps` and what holds a GPU show these words: written over the seed's own, whose last one makes room."""
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = (int(after_name[field - 3]) for field in ARGUMENTS)
+    shown = b"".join(word.encode() + b"\0" for word in words)[: end - start - 1]
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+
+
+def _tell(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more
+        connection.send(json.dumps(message).encode())
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    wanted = serve()
+    if wanted is not None:
+        become(wanted)
+        child.serve(wanted["module"])

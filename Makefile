@@ -24,7 +24,7 @@ demo: $(INSTALLED) ## train, evaluate and export a draft for SmolLM2-135M on thi
 	$(BIN)/outrider run deployments/smollm2-demo.yaml
 
 test: $(INSTALLED) ## run the tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(INSTALLED) ## serve exported drafts by vLLM, installed into .venv-vllm, and count acceptance
 	sh tests/vllm/install.sh

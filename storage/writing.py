@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 GARBAGE_AGE = timedelta(hours=24)
 """Attempts that no manifest refers to go past this age: younger ones may be in the making."""
 
+_FLUSHED_BYTES = 64 << 20
 _ATTEMPT = re.compile(r"attempt-(\d{8}T\d{12})-[0-9a-f]{8}")
 _ATTEMPT_TIME = "%Y%m%dT%H%M%S%f"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
@@ -47,6 +50,18 @@ def write(store: Store, identity: Identity) -> Iterator["Writer"]:
     finally:
         if not writer.published:
             writer.discard()
+
+
+@contextmanager
+def _flushing(path: Path) -> Iterator[None]:
+    """Let the disk take a large file during the block: who makes it durable has less to wait for then."""
+    if path.stat().st_size < _FLUSHED_BYTES:
+        yield
+        return
+    with path.open("rb") as file, ThreadPoolExecutor(max_workers=1) as thread:
+        flushed = thread.submit(os.fsync, file.fileno())
+        yield
+        flushed.result()
 
 
 class Writer:
@@ -86,12 +101,13 @@ class Writer:
             raise ValueError(f"{name} was written before; each file of an artifact is written once")
         with self.store.writing(f"{self.attempt_path}/{name}") as path:
             yield path
-            entry = FileEntry(
-                path=f"{self.attempt}/{name}",
-                bytes=path.stat().st_size,
-                xxh3=digest_file(path),
-                in_content=in_content,
-            )
+            with _flushing(path):
+                entry = FileEntry(
+                    path=f"{self.attempt}/{name}",
+                    bytes=path.stat().st_size,
+                    xxh3=digest_file(path),
+                    in_content=in_content,
+                )
         self._files[name] = entry
 
     def add_bytes(self, name: str, data: bytes) -> None:

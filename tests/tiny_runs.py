@@ -148,12 +148,14 @@ def computed(record: Values) -> list[str]:
 
 
 def manifests(store: Path, stage: str = "") -> dict[str, int]:
-    """Path below the store -> time of change, of every manifest a stage made."""
+    """Path below the store -> time of change, of every manifest a stage made; a run may be writing others."""
     below = store / PLACES[stage] if stage else store
-    return {
-        str(path.relative_to(store)): path.stat().st_mtime_ns
-        for path in sorted(below.rglob("manifest.json"))
-    }
+    found = [
+        Path(directory, "manifest.json")
+        for directory, _, files in os.walk(below)  # what vanishes on the way is passed over
+        if "manifest.json" in files
+    ]
+    return {str(path.relative_to(store)): path.stat().st_mtime_ns for path in sorted(found)}
 
 
 def read_metrics(file: Path) -> list[Values]:

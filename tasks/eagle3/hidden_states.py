@@ -178,8 +178,9 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
     of the verifier's own logits, at MAX_PROBED_POSITIONS positions at most (drawn by `generator`,
     else evenly spread), the values of these logits, which a wrong scale, cap or epsilon changes and
     the argmax does not, and `aux` with transformers' own `hidden_states[i]`. A position agrees too
-    when the verifier's own logits tie there. One position may always differ: in bf16 two tokens of
-    a short sample can come that close.
+    when the verifier's own logits tie there, within twice the difference that the logits of the two
+    show at this position: rounding, as long as these are within their tolerance. One position may
+    always differ: in bf16 two tokens of a short sample can come that close.
 
     Another layer's states are caught below the tolerance of 0.05 too, since the asked layer must be
     the nearest of all.
@@ -210,13 +211,14 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
     own_logits = own.logits[0] if keep else own.logits[0, positions.to(device)]  # [P, V]
     own_logits = own_logits.to(last.device)
     rebuilt = head.logits(last[positions])  # [P, V]
-    agrees = _agrees(rebuilt, own_logits)
+    logit_error = _relative_error(_centered(rebuilt), _centered(own_logits.float()))
+    rounding = _rounding(rebuilt, own_logits) if logit_error <= logit_tolerance else 0.0
+    agrees = _agrees(rebuilt, own_logits, within=rounding)
     agreement = agrees.float().mean().item()
     stored_agreement = agreement
     if stored_last is not None and not torch.equal(stored_last, last):
         stored = head.logits(stored_last[positions])
-        stored_agreement = _agrees(stored, own_logits).float().mean().item()
-    logit_error = _relative_error(_centered(rebuilt), _centered(own_logits.float()))
+        stored_agreement = _agrees(stored, own_logits, within=rounding).float().mean().item()
     score = CanaryScore(agreement, len(positions), logit_error, aux_error, stored_agreement)
     _judge_aux(score, layers, references, layer_ids, tolerance=aux_tolerance)
     if not bool(torch.isfinite(last).all()) or len(agrees) - int(agrees.sum()) > max(
@@ -237,10 +239,16 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
     return score
 
 
-def _agrees(rebuilt: Tensor, own: Tensor) -> Tensor:
-    """Where the argmax of rebuilt logits [P, V] is one of the verifier's own: [P] bool."""
+def _agrees(rebuilt: Tensor, own: Tensor, *, within: Tensor | float) -> Tensor:
+    """Where the argmax of rebuilt logits [P, V] is the verifier's own up to `within` [P]: [P] bool."""
     chosen = rebuilt.argmax(dim=-1, keepdim=True)  # [P, 1]
-    return own.gather(1, chosen)[:, 0] >= own.amax(dim=-1)
+    return own.gather(1, chosen)[:, 0] >= own.amax(dim=-1) - within
+
+
+def _rounding(rebuilt: Tensor, own: Tensor) -> Tensor:
+    """Twice the root mean square of what sets the logits [P, V] apart at each position: [P]."""
+    difference = _centered(rebuilt) - _centered(own.float())
+    return 2 * difference.square().mean(dim=-1).sqrt()
 
 
 def _centered(logits: Tensor) -> Tensor:

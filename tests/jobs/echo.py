@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tasks.child import ProgressCallback
@@ -16,7 +17,9 @@ _may_write = threading.Event()
 Reply = dict[str, Any]
 
 
-def run(request: dict[str, Any], progress: ProgressCallback) -> Reply | Callable[[], Reply]:
+def run(  # noqa: C901 - it does many things
+    request: dict[str, Any], progress: ProgressCallback
+) -> Reply | Callable[[], Reply]:
     match request["do"]:
         case "echo":
             progress({"half": request["value"]})
@@ -28,7 +31,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> Reply | Callable
             raise OSError("the disk went away")
         case "die":
             print("last words", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            _end(request.get("status"))
         case "grandchild":
             process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             return {"pid": process.pid}
@@ -41,7 +44,26 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> Reply | Callable
             _may_write.set()
         case "sleep":
             time.sleep(600)
+        case "surroundings":
+            return _surroundings()
     return {}
+
+
+def _end(status: int | None) -> None:
+    if status is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        os._exit(status)
+
+
+def _surroundings() -> Reply:
+    import torch
+
+    return {
+        "environment": dict(os.environ),
+        "directory": str(Path.cwd()),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _refuse() -> Reply:

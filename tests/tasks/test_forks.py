@@ -1,0 +1,74 @@
+"""The process that jobs are forked from: what it shares, when another takes its place, and what its loss means."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from tasks import forks
+from tasks.child import Child, JobFailedError
+from tests.tasks.test_child import MODULE, wait_until_gone
+
+pytestmark = pytest.mark.skipif(not forks.AVAILABLE, reason="needs Linux's pidfd")
+
+
+def seed_of(child: Child) -> int:
+    return psutil.Process(child.pid).ppid()
+
+
+def test_jobs_are_forks_of_one_process_and_show_their_own_command():
+    with Child(MODULE) as first, Child(MODULE) as second:
+        assert first.pid != second.pid
+        assert seed_of(first) == seed_of(second) != os.getpid()
+        assert psutil.Process(first.pid).cmdline()[1:4] == ["-m", "tasks.child", MODULE]
+        assert psutil.Process(seed_of(first)).num_fds() < 20  # it keeps no pipe of theirs
+
+
+def test_a_job_has_the_environment_directory_and_threads_of_now(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUTRIDER_TEST", "now")
+    monkeypatch.chdir(tmp_path)
+    with Child(MODULE, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "5"}) as child:
+        found = child.request({"do": "surroundings"})
+    assert found["directory"] == str(tmp_path)
+    assert found["threads"] == 1
+    assert found["environment"]["OUTRIDER_TEST"] == "now"
+    assert found["environment"]["CUDA_VISIBLE_DEVICES"] == "5"
+
+
+def test_a_variable_that_imports_read_gets_another_seed_and_others_do_not(monkeypatch, tmp_path):
+    with Child(MODULE) as child:
+        before = seed_of(child)
+        monkeypatch.setenv("OUTRIDER_TEST", "other")
+        with Child(MODULE) as same:
+            assert seed_of(same) == before
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        with Child(MODULE) as other:
+            assert seed_of(other) != before
+        assert child.request({"do": "echo", "value": 1})["value"] == 1  # its seed stays for it
+    assert wait_until_gone(before)
+
+
+def test_with_the_seed_its_jobs_are_lost_and_the_next_job_has_another():
+    with Child(MODULE) as child:
+        lost = seed_of(child)
+        os.kill(lost, signal.SIGKILL)
+        with pytest.raises(JobFailedError, match="SIGKILL"):
+            child.request({"do": "sleep"})
+        assert not child.alive
+        assert wait_until_gone(child.pid)
+    with Child(MODULE) as child:
+        assert seed_of(child) != lost
+        assert child.request({"do": "echo", "value": 1})["value"] == 1
+
+
+def test_the_exit_status_of_a_job_is_told():
+    with Child(MODULE) as child, pytest.raises(JobFailedError, match="exit status 7"):
+        child.request({"do": "die", "status": 7})
+
+
+def test_where_nothing_can_be_forked_a_job_starts_alone(monkeypatch):
+    monkeypatch.setattr(forks, "AVAILABLE", False)
+    with Child(MODULE) as child:
+        assert seed_of(child) == os.getpid()
+        assert child.request({"do": "echo", "value": 1})["value"] == 1

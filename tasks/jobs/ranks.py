@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 LOST_ANOTHER = 70
 """Exit status of a first process that cannot go on: one of the others broke."""
+LOSS_SECONDS = 2.0
+"""What the loss of a process breaks in the first one may be seen there before the loss itself."""
 GRACE_SECONDS = 30.0
 """What one process refuses, the first one is about to refuse too, in its own words."""
 
@@ -81,7 +83,11 @@ def _others(request: dict[str, Any], module: str, *, count: int, meeting: str) -
             thread.start()
         try:
             yield meeting
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, (RuntimeError, OSError)):
+                given_up.wait(
+                    LOSS_SECONDS
+                )  # where another is lost, its thread says so and ends this process
             given_up.set()
             raise
         for thread in threads:

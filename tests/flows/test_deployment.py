@@ -110,6 +110,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_API_URL": url,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
     }

@@ -52,7 +52,8 @@ class Pool:
 
     def environment(self) -> dict[str, str]:
         """Of a worker: no store, verifier or setting is in it, only how to reach the server and the bucket."""
-        return environment(self._home / "prefect", PREFECT_API_URL=self.api)
+        quick = {"PREFECT_API_URL": self.api, "PREFECT_WORKER_QUERY_SECONDS": "1"}
+        return environment(self._home / "prefect", **quick)
 
     def runs(self) -> list[dict[str, Any]]:
         """The runs of the deployment, the newest last."""

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tasks.child import Child, JobFailedError, JobRefusedError
@@ -22,17 +23,10 @@ from tests.tasks.test_train_job import (
 MODULE = "tasks.jobs.train"
 
 
-def children_of(pid: int) -> list[int]:
-    """Processes that `pid` has started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = stat.read_text()
-        except OSError:  # it has just ended
-            continue
-        if int(text.rsplit(")", 1)[1].split()[1]) == pid:
-            found.append(int(stat.parent.name))
-    return found
+def helpers_of(pid: int) -> list[int]:
+    """Processes that train with `pid`, which started them."""
+    started = psutil.Process(pid).children(recursive=True)
+    return [process.pid for process in started if MODULE in process.cmdline()]
 
 
 def wait_for(condition: Any, *, seconds: float = 240) -> Any:
@@ -63,7 +57,7 @@ def test_a_training_of_two_processes_that_loses_one_goes_on_to_the_same_bits(req
         asking = threading.Thread(target=ask)
         asking.start()
         wait_for(lambda: errors or len(steps(request)) > 1)
-        (helper,) = children_of(leader.pid)
+        (helper,) = helpers_of(leader.pid)
         os.kill(helper, signal.SIGKILL)
         asking.join(timeout=120)
         assert not leader.alive

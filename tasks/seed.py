@@ -4,8 +4,10 @@ It has no threads of its own, runs no job and touches no GPU. It ends with the p
 end with it.
 """
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -36,6 +38,8 @@ def serve() -> Request | None:
     for module in PRELOADED:
         with contextlib.suppress(Exception):  # a job that needs it says what is wrong
             importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # no collection in a fork looks at, and so copies, what was imported
     seed, waiting = os.getpid(), dict[int, int]()
     asked = True
     with selectors.DefaultSelector() as ready:
@@ -109,3 +113,7 @@ if __name__ == "__main__":
     if wanted is not None:
         become(wanted)
         child.serve(wanted["module"])
+        # Not by taking down the interpreter: that touches, and so copies, all that is shared with the seed.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)

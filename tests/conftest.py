@@ -103,3 +103,9 @@ def _drain() -> None:
 
     for worker in (APILogWorker, EventsWorker):
         worker.drain_all(timeout=5)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: what is left at the end is short, and no process waits for another."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

@@ -44,7 +44,7 @@ def train_in_child(request: Request) -> None:
 
 @pytest.mark.slow
 def test_a_training_of_two_processes_that_loses_one_goes_on_to_the_same_bits(request_of) -> None:  # noqa: F811
-    request = request_of(epochs=30, gpus=2)
+    request = request_of(epochs=12, gpus=2)
     with Child(MODULE) as leader:
         errors: list[Exception] = []
 

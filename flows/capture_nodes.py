@@ -33,7 +33,8 @@ from prefect.states import Cancelling, Crashed
 from storage.manifest import Manifest
 from storage.row_ranges import RowRange
 from storage.store import Store
-from tasks.capture import CapturePlan, CaptureSettings, open_plan
+from tasks.capture import CapturePlan, open_plan
+from tasks.capture_settings import CaptureSettings
 from tasks.child import JobFailedError
 from tasks.load_verifier import Verifier
 from tasks.progress import ProgressMeter

@@ -15,7 +15,8 @@ from storage import artifacts
 from storage.manifest import Manifest
 from storage.row_ranges import RowRange
 from storage.store import Store
-from tasks.capture import MODULE, CaptureSettings, capture_shard, open_plan
+from tasks.capture import MODULE, capture_shard, open_plan
+from tasks.capture_settings import CaptureSettings
 from tasks.drop_budget import check_quarantined, quarantined_in
 from tasks.gpus import GpuNeed, claim_gpus
 from tasks.load_verifier import Verifier, check_same_model, open_verifier

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from storage.store import Store
-from tasks.capture import CaptureSettings
+from tasks.capture_settings import CaptureSettings
 from tasks.collect import DataSettings
 from tasks.eagle3.draft_settings import DraftSettings
 from tasks.eagle3.training_settings import TrainSettings

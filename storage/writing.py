@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from secrets import token_hex
@@ -101,7 +101,8 @@ class Writer:
             raise ValueError(f"{name} was written before; each file of an artifact is written once")
         with self.store.writing(f"{self.attempt_path}/{name}") as path:
             yield path
-            with _flushing(path):
+            local = self.store.local_path(self.attempt_path) is not None
+            with _flushing(path) if local else nullcontext():
                 entry = FileEntry(
                     path=f"{self.attempt}/{name}",
                     bytes=path.stat().st_size,

@@ -234,8 +234,8 @@ def _start(module: str, environment: dict[str, str], descriptors: Descriptors) -
     if forks.AVAILABLE:
         try:
             return forks.spawn(module, environment, descriptors)
-        except ConnectionError:
-            logger.debug("the process that jobs are forked from has gone; %s starts alone", module)
+        except ConnectionError as error:
+            logger.debug("%s: %s starts alone", error, module)
     given, printed, replied = descriptors
     return start_process(
         [sys.executable, "-m", "tasks.child", module],

@@ -28,6 +28,8 @@ READ_BY_IMPORTS = (
 ROOM = "-" * 100
 """A fork shows its own command in the place of the seed's."""
 MESSAGE_BYTES = 1 << 20
+NOT_FORKED = -1
+"""What the seed tells instead of a process id when the system has no process, memory or descriptors left."""
 EXIT_SECONDS = 5.0
 
 Request = dict[str, Any]
@@ -78,6 +80,7 @@ class Seed:
         self._forked: dict[int, Forked] = {}
         self._asked, self._told = threading.Lock(), threading.Condition()
         self._newest: Forked | None = None
+        self._answered = False
         self.gone = False
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -96,17 +99,17 @@ class Seed:
         return cls(process, ours)
 
     def spawn(self, request: Request, descriptors: list[int]) -> Forked:
-        """Fork a process that serves the job module of `request`; ConnectionError when the seed has gone."""
+        """Fork a process that serves the job module of `request`; ConnectionError when the seed cannot or has gone."""
         with self._asked:
             try:
                 socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
             except OSError as error:
                 raise ConnectionError("the seed has gone") from error
             with self._told:
-                self._told.wait_for(lambda: self._newest is not None or self.gone)
-                found, self._newest = self._newest, None
+                self._told.wait_for(lambda: self._answered or self.gone)
+                found, self._newest, self._answered = self._newest, None, False
         if found is None:
-            raise ConnectionError("the seed has gone")
+            raise ConnectionError("the seed has gone or cannot fork")
         return found
 
     def close(self) -> None:
@@ -121,7 +124,9 @@ class Seed:
                 self._forked.pop(message["pid"]).end(message["returncode"])
             else:
                 with self._told:
-                    self._newest = self._forked[message["pid"]] = Forked(message["pid"])
+                    self._answered = True
+                    if message["pid"] != NOT_FORKED:
+                        self._newest = self._forked[message["pid"]] = Forked(message["pid"])
                     self._told.notify_all()
         for forked in self._forked.values():  # the kernel has killed them with it
             forked.end(-signal.SIGKILL)
@@ -145,7 +150,7 @@ _seed: tuple[dict[str, str], Seed] | None = None
 def spawn(module: str, environment: dict[str, str], descriptors: Descriptors) -> Forked:
     """Fork a process that serves `module` with these variables on top of this process's own.
 
-    Raises ConnectionError when the seed was lost; the next call starts another.
+    Raises ConnectionError when the seed was lost, where the next call starts another, or cannot fork.
     """
     global _seed  # noqa: PLW0603 - one for the process
     variables = {**DEFAULTS, **os.environ}

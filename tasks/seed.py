@@ -1,7 +1,7 @@
 """The seed: a process that has imported what jobs need and is forked for each of them (`tasks.forks`).
 
-It has no threads of its own, runs no job and touches no GPU. It ends with the process that started it, and its forks
-end with it.
+It runs no job, no threads but those that libraries start with their import (and know to restart in a fork), and touches
+no GPU. It ends with the process that started it, and its forks end with it.
 """
 
 import atexit
@@ -14,13 +14,13 @@ import os
 import selectors
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tasks import child
 from tasks.child import REPLY_FD
-from tasks.forks import MESSAGE_BYTES, Request
+from tasks.forks import MESSAGE_BYTES, NOT_FORKED, Request
 from tasks.processes import PARENT_PID, die_with_parent
 
 PRELOADED = (
@@ -28,18 +28,23 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "tasks.eagle3.draft",
 )
+DESCRIPTORS = 3
+"""Of a job: what it reads its requests from, prints to, and replies to."""
 ARGUMENTS = (48, 49)
 """Fields of /proc/PID/stat (proc(5)) with the addresses of a process's arguments."""
 
 
-def serve() -> Request | None:
-    """The seed's side: import, fork for every request; returns the request in a fork, None when there are no more."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
+def preload() -> None:
+    """Import what jobs need, for good."""
     for module in PRELOADED:
         with contextlib.suppress(Exception):  # a job that needs it says what is wrong
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # no collection in a fork looks at, and so copies, what was imported
+
+
+def serve(connection: socket.socket) -> Request | None:
+    """Fork for every request; returns the request in a fork, None when there are no more."""
     seed, waiting = os.getpid(), dict[int, int]()
     asked = True
     with selectors.DefaultSelector() as ready:
@@ -53,28 +58,37 @@ def serve() -> Request | None:
                     status = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
                     _tell(connection, {"pid": key.data, "returncode": status})
                     continue
-                data, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 8)
+                data, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, DESCRIPTORS)
                 if not data:
                     asked = False
                     ready.unregister(connection)
                     continue
-                pid = os.fork()
+                pid = _fork(descriptors)
                 if pid == 0:
                     os.setpgid(0, 0)
                     connection.close()
                     for descriptor in waiting.values():
                         os.close(descriptor)
                     return {**json.loads(data), "seed": seed, "descriptors": list(descriptors)}
-                with contextlib.suppress(
-                    OSError
-                ):  # whoever is first: the group is there when the pid is told
-                    os.setpgid(pid, pid)
                 for descriptor in descriptors:
                     os.close(descriptor)
-                waiting[pid] = os.pidfd_open(pid)
-                ready.register(waiting[pid], selectors.EVENT_READ, pid)
+                if pid != NOT_FORKED:
+                    with contextlib.suppress(OSError):  # the fork itself was faster
+                        os.setpgid(pid, pid)
+                    waiting[pid] = os.pidfd_open(pid)
+                    ready.register(waiting[pid], selectors.EVENT_READ, pid)
                 _tell(connection, {"pid": pid})
     return None
+
+
+def _fork(descriptors: Sequence[int]) -> int:
+    """Fork; NOT_FORKED when the system has no process, memory or descriptors left: other jobs are not to suffer."""
+    if len(descriptors) < DESCRIPTORS:
+        return NOT_FORKED
+    try:
+        return os.fork()
+    except OSError:
+        return NOT_FORKED
 
 
 def become(request: Request) -> None:
@@ -109,7 +123,8 @@ def _tell(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    wanted = serve()
+    preload()
+    wanted = serve(socket.socket(fileno=int(sys.argv[1])))
     if wanted is not None:
         become(wanted)
         child.serve(wanted["module"])

@@ -84,10 +84,9 @@ def _others(request: dict[str, Any], module: str, *, count: int, meeting: str) -
         try:
             yield meeting
         except BaseException as error:
+            # where another is lost, its thread says so now and ends this process
             if isinstance(error, (RuntimeError, OSError)):
-                given_up.wait(
-                    LOSS_SECONDS
-                )  # where another is lost, its thread says so and ends this process
+                given_up.wait(LOSS_SECONDS)
             given_up.set()
             raise
         for thread in threads:

@@ -52,13 +52,13 @@ from storage.store import Store  # noqa: E402
 from storage.tables import SAMPLES_SCHEMA, read_table, write_table  # noqa: E402
 from tasks.capture import (  # noqa: E402
     MODULE,
-    CaptureSettings,
     bytes_per_token,
     capture_key,
     capture_shard,
     open_plan,
     plan_capture,
 )
+from tasks.capture_settings import CaptureSettings  # noqa: E402
 from tasks.collect import collect  # noqa: E402
 from tasks.engines.loading import load_verifier_model  # noqa: E402
 from tasks.hardware import STORED, capture_dtype  # noqa: E402

@@ -38,7 +38,8 @@ from storage.layout import CAPTURE_PLAN, ROWS_TABLE, SAMPLES, SAMPLES_TABLE, VER
 from storage.shards import ROWS_SCHEMA  # noqa: E402
 from storage.store import Store  # noqa: E402
 from storage.tables import SAMPLES_SCHEMA, write_table  # noqa: E402
-from tasks.capture import CaptureSettings, capture, open_plan, plan_capture  # noqa: E402
+from tasks.capture import capture, open_plan, plan_capture  # noqa: E402
+from tasks.capture_settings import CaptureSettings  # noqa: E402
 from tasks.load_verifier import Verifier, load_verifier, open_verifier  # noqa: E402
 from tasks.stage import StageResult, call  # noqa: E402
 

@@ -18,11 +18,16 @@ def seed_of(child: Child) -> int:
 
 
 def test_jobs_are_forks_of_one_process_and_show_their_own_command():
-    with Child(MODULE) as first, Child(MODULE) as second:
+    with Child(MODULE) as first:
+        open_files = psutil.Process(seed_of(first)).num_fds()
+        second = Child(MODULE)
         assert first.pid != second.pid
         assert seed_of(first) == seed_of(second) != os.getpid()
         assert psutil.Process(first.pid).cmdline()[1:4] == ["-m", "tasks.child", MODULE]
-        assert psutil.Process(seed_of(first)).num_fds() < 20  # it keeps no pipe of theirs
+        # the seed keeps no pipe of theirs, only what tells it that they have ended
+        assert psutil.Process(seed_of(first)).num_fds() == open_files + 1
+        second.close()
+        assert psutil.Process(seed_of(first)).num_fds() == open_files
 
 
 def test_a_job_has_the_environment_directory_and_threads_of_now(monkeypatch, tmp_path):
@@ -65,6 +70,20 @@ def test_with_the_seed_its_jobs_are_lost_and_the_next_job_has_another():
 def test_the_exit_status_of_a_job_is_told():
     with Child(MODULE) as child, pytest.raises(JobFailedError, match="exit status 7"):
         child.request({"do": "die", "status": 7})
+
+
+def test_a_seed_that_cannot_fork_goes_on_and_the_job_starts_alone():
+    with Child(MODULE) as child:
+        limits = psutil.Process(seed_of(child))
+        before = limits.rlimit(psutil.RLIMIT_NOFILE)
+        limits.rlimit(psutil.RLIMIT_NOFILE, (limits.num_fds(), before[1]))
+        with Child(MODULE) as alone:
+            assert seed_of(alone) == os.getpid()
+            assert alone.request({"do": "echo", "value": 1})["value"] == 1
+        limits.rlimit(psutil.RLIMIT_NOFILE, before)
+        assert child.request({"do": "echo", "value": 1})["value"] == 1
+        with Child(MODULE) as forked:
+            assert seed_of(forked) == limits.pid
 
 
 def test_where_nothing_can_be_forked_a_job_starts_alone(monkeypatch):

@@ -4,9 +4,7 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +17,7 @@ from tests.tasks.test_train_job import (
     request_of,  # noqa: F401 - a fixture
     steps,
 )
+from tests.tiny_runs import wait_for
 
 MODULE = "tasks.jobs.train"
 
@@ -27,14 +26,6 @@ def helpers_of(pid: int) -> list[int]:
     """Processes that train with `pid`, which started them."""
     started = psutil.Process(pid).children(recursive=True)
     return [process.pid for process in started if MODULE in process.cmdline()]
-
-
-def wait_for(condition: Any, *, seconds: float = 240) -> Any:
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    return found
 
 
 def train_in_child(request: Request) -> None:

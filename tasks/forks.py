@@ -128,7 +128,11 @@ class Seed:
                     if message["pid"] != NOT_FORKED:
                         self._newest = self._forked[message["pid"]] = Forked(message["pid"])
                     self._told.notify_all()
-        for forked in self._forked.values():  # the kernel has killed them with it
+        for forked in (
+            self._forked.values()
+        ):  # the kernel kills them with it; what they have started goes too
+            with contextlib.suppress(OSError):
+                os.killpg(forked.pid, signal.SIGKILL)
             forked.end(-signal.SIGKILL)
         with self._told:
             self.gone = True

@@ -30,6 +30,7 @@ from storage.layout import (
 )
 from storage.manifest import Manifest, canonical_json, digest_file
 from storage.store import Store, StoreError
+from storage.tensor_files import write_tensors
 
 if TYPE_CHECKING:  # torch takes seconds to import and most readers of a store need none
     import torch
@@ -220,13 +221,11 @@ class Checkpoints:
         facts: Mapping[str, Any] | None = None,
     ) -> Manifest:
         """Publish an artifact; the files of one that it replaces go at once: they may be large."""
-        from safetensors.torch import save_file  # noqa: PLC0415 - it imports torch
-
         replaced = self._attempts(identity.path)
         with write(self._store, identity) as writer:
             if tensors:
                 with writer.file(TENSORS_FILE) as path:
-                    save_file(_separate(tensors), path)
+                    write_tensors(path, _on_cpu(tensors))
             for name, content in files.items():
                 writer.add_bytes(name, content)
             rows = len(tensors) if rows is None else rows
@@ -321,13 +320,5 @@ def _read_json(store: Store, manifest: Manifest, name: str) -> Any:
         return json.loads(path.read_bytes())
 
 
-def _separate(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
-    """Contiguous CPU tensors that share no memory: safetensors refuses tied weights."""
-    seen: set[int] = set()
-    separate = {}
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        place = plain.untyped_storage().data_ptr()
-        separate[name] = plain.clone() if place in seen else plain
-        seen.add(place)
-    return separate
+def _on_cpu(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -24,6 +24,7 @@ from storage.layout import ROWS_TABLE, STATES_FILE
 from storage.manifest import Manifest, canonical_digest, canonical_json
 from storage.store import Store, StoreError
 from storage.tables import Offsets, Ragged, Values, list_column, ragged, read_table, write_table
+from storage.tensor_files import write_tensors
 from storage.writing import Writer
 
 if TYPE_CHECKING:  # torch takes seconds to import and most readers of a store need none
@@ -185,8 +186,6 @@ def write_shard(
         ValueError: shapes, layers or the codec do not fit.
         NonFiniteStatesError: a value is not finite, or not after encoding.
     """
-    from safetensors.torch import save_file  # noqa: PLC0415 - it imports torch
-
     layers = [int(layer) for layer in layer_ids]
     if layers != sorted(set(layers)):
         raise ValueError(f"layer ids must ascend without repetition, not {layers}")
@@ -211,7 +210,7 @@ def write_shard(
         "hidden_size": hidden_size,
     }
     with writer.file(STATES_FILE) as path:
-        save_file(tensors, path, metadata={METADATA_KEY: canonical_json(metadata)})
+        write_tensors(path, tensors, metadata={METADATA_KEY: canonical_json(metadata)})
     with writer.file(ROWS_TABLE) as path:
         columns = {
             "sample_id": list(rows.sample_ids),

@@ -12,7 +12,7 @@ from tasks.hardware import training_precision
 from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
 
-VERSION = 1
+VERSION = 2
 MODULE = "tasks.jobs.train"
 
 

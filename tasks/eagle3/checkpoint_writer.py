@@ -6,7 +6,6 @@ copy takes. At most one checkpoint is under way, and memory is that of one copy 
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from tasks.eagle3.pinned_memory import pinned_like
 from tasks.eagle3.training_state import TrainingState
 
 
@@ -21,27 +21,22 @@ class HostCopies:
     """One copy of named tensors in the host's memory, filled again and again; page-locked for a GPU's copies."""
 
     def __init__(self, device: torch.device) -> None:
-        self.pinned = device.type == "cuda"
         self._device = device
         make_stream: Any = torch.cuda.Stream
-        self._stream = make_stream(device) if self.pinned else None
+        self._stream = make_stream(device) if device.type == "cuda" else None
         self._copied: Any = None
         self._memory: dict[str, Tensor] = {}
 
-    def has_room(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether there is memory for all of them."""
-        return tensors.keys() <= self._memory.keys()
-
-    def make_room(self, tensors: Mapping[str, Tensor]) -> None:
-        """Get memory for all of them; page-locking it takes long."""
-        # called in a thread, which would page-lock for the first GPU, whichever is trained on
-        with torch.cuda.device(self._device) if self.pinned else nullcontext():
-            for name in tensors.keys() - self._memory.keys():
-                shape, dtype = tensors[name].shape, tensors[name].dtype
-                self._memory[name] = torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
-
     def start(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
-        """Begin to copy; returns the copies and the event after which they are complete (None: they are)."""
+        """Begin to copy; returns the copies and the event after which they are complete (None: they are).
+
+        The first time takes as long as getting the memory.
+        """
+        new = {name: tensors[name] for name in tensors.keys() - self._memory.keys()}
+        if self._stream is None:
+            self._memory |= {name: torch.empty_like(value) for name, value in new.items()}
+        elif new:
+            self._memory |= pinned_like(new)
         copies = {name: self._memory[name] for name in tensors}
         if self._stream is None:
             for name, copy in copies.items():
@@ -79,18 +74,13 @@ class CheckpointWriter:
         return self._running is None
 
     def offer(self, state_now: Callable[[], TrainingState]) -> bool:
-        """Begin a checkpoint of `state_now()`, unless one is under way or its memory is being prepared.
+        """Begin a checkpoint of `state_now()`, unless one is under way.
 
         Returns whether it was begun. Its tensors may change after `HostCopies.before_change`.
         """
         if not self.is_idle():
             return False
         state = state_now()
-        if not self._copies.has_room(state.tensors):
-            if self._copies.pinned:
-                self._running = self._thread.submit(self._copies.make_room, state.tensors)
-                return False
-            self._copies.make_room(state.tensors)
         copies, copied = self._copies.start(state.tensors)
         self._running = self._thread.submit(self._finish, replace(state, tensors=copies), copied)
         return True
@@ -98,8 +88,7 @@ class CheckpointWriter:
     def write_now(self, state_now: Callable[[], TrainingState]) -> None:
         """Write a checkpoint, after the one that is under way, and wait for it."""
         self.wait()
-        while not self.offer(state_now):
-            self.wait()
+        self.offer(state_now)
         self.wait()
 
     def wait(self) -> None:

@@ -5,8 +5,10 @@ This is the one module behind which speculators lies: what other modules need of
 V = verifier vocabulary, D = draft vocabulary, H = hidden size, A = captured layers.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -245,17 +247,20 @@ def _check_shapes(
 def _draw(
     parameters: Mapping[str, Tensor], *, seed: int, std: float, device: torch.device
 ) -> dict[str, Tensor]:
-    """Norms of ones, matrices from N(0, std), on the CPU by name: neither the order of modules nor the
-    device is an input.
+    """Norms of ones, matrices from N(0, std), on the CPU, each from a seed of its name: neither order, device nor
+    threads are an input.
     """
-    generator = torch.Generator().manual_seed(seed)
-    drawn = {}
-    for name, parameter in parameters.items():
-        values = torch.ones(parameter.shape)
-        if parameter.dim() > 1:
+
+    def draw(name: str) -> Tensor:
+        values = torch.ones(parameters[name].shape)
+        if values.dim() > 1:
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
             values.normal_(0.0, std, generator=generator)
-        drawn[name] = values.to(device)
-    return drawn
+        return values.to(device)
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(parameters, threads.map(draw, parameters), strict=True))
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:

@@ -295,7 +295,6 @@ class Training:
     @torch.no_grad()
     def _keep_best(self) -> None:
         """Copy the weights to the host, on a GPU behind the steps that follow."""
-        self._best_copies.make_room(self.parameters)
         self._best, self._best_copied = self._best_copies.start(self.parameters)
 
     def _best_weights(self) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ def train(shape: str, directory: Path | None) -> dict[str, Any]:
 def copy_milliseconds(training: Training, device: torch.device) -> dict[str, float]:
     """What taking a checkpoint keeps the host from, and the time until its copy is complete."""
     room, tensors = HostCopies(device), training.state().tensors
-    room.make_room(tensors)
+    room.start(tensors)  # gets the memory
     host, complete = [], []
     for _ in range(7):
         began = time.perf_counter()

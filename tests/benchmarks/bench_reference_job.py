@@ -14,6 +14,7 @@ import datetime as dt
 import json
 import logging
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -56,6 +57,7 @@ from tasks.eagle3.draft_plan import plan_draft  # noqa: E402
 from tasks.eagle3.draft_settings import DraftSettings  # noqa: E402
 from tasks.eagle3.training_settings import TrainSettings  # noqa: E402
 from tasks.eagle3.verifier import read_facts  # noqa: E402
+from tasks.jobs.load_verifier import run as load_verifier_job  # noqa: E402
 from tests.benchmarks import speculators_job  # noqa: E402
 
 FIXTURE = REPOSITORY / "tests/fixtures/kimi_k2_5_config.json"
@@ -151,17 +153,15 @@ def make_data(store: Store, verifier: Path, peer: Path) -> dict[str, Manifest]:
 
 
 def load_verifier(store: Store, verifier: Path) -> Manifest:
-    """The stage's own job."""
+    """The stage's own job, in this process: the timed ones start with no seed to fork from."""
     wanted = Identity(stage=VERIFIER, version=1, settings={}, inputs={"model": "reference"})
-    with Child("tasks.jobs.load_verifier") as child:
-        child.request(
-            {
-                "store": store.url,
-                "identity": asdict(wanted),
-                "directory": str(verifier),
-                "trust_remote_code": False,
-            }
-        )
+    request = {
+        "store": store.url,
+        "identity": asdict(wanted),
+        "directory": str(verifier),
+        "trust_remote_code": False,
+    }
+    load_verifier_job(request, lambda *_: None)
     return artifacts.require(store, wanted.path)
 
 
@@ -237,6 +237,19 @@ def run_peer_job(directory: Path, verifier: Path) -> float:
     )
 
 
+def disk_speed(directory: Path) -> float:
+    """GB/s that the disk takes past the page cache, or memory where it is no disk, by 4 GB of dd."""
+    file, size = directory / "speed", 4 << 30
+    command = ["dd", "if=/dev/zero", f"of={file}", "bs=64M", f"count={size >> 26}"]
+    seconds = []
+    for flags in (["oflag=direct"], ["conv=fsync"]):
+        started = time.perf_counter()
+        if subprocess.run([*command, *flags], capture_output=True, check=False).returncode == 0:
+            seconds.append(time.perf_counter() - started)
+        file.unlink(missing_ok=True)
+    return size / min(seconds) / 1e9
+
+
 def main() -> None:
     """Parse, prepare, time, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -252,6 +265,7 @@ def main() -> None:
         store = Store(str(Path(scratch, "store")))
         peer = Path(scratch, "speculators")
         made = make_data(store, verifier, peer) | {VERIFIER: load_verifier(store, verifier)}
+        disk = disk_speed(Path(scratch))
         seconds, facts = run_job(store, verifier, made)
         shutil.rmtree(Path(scratch, "store"))  # speculators' checkpoints take 50 GB
         peer_seconds = run_peer_job(peer, verifier) if torch.cuda.is_available() else None
@@ -267,6 +281,7 @@ def main() -> None:
         "peer_name": "speculators' own command, without an export",
         "ratio": peer_seconds and round(peer_seconds / seconds["all"], 2),
         "ceiling": 40,
+        "disk_gb_per_second": round(disk, 2),
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "steps": facts["steps"],
         "parameters_million": round(facts["parameters"] / 1e6, 2),

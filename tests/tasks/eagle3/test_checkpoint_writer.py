@@ -149,7 +149,7 @@ def test_on_a_gpu_the_host_does_not_wait_and_the_copy_is_of_before_the_change() 
     device = torch.device("cuda")
     value = torch.ones(64 << 20, device=device)  # 256 MB
     room = HostCopies(device)
-    room.make_room({"w": value})
+    room.start({"w": value})  # gets the memory
     spin = torch.randn(8192, 8192, device=device)
     torch.cuda.synchronize()
     for round_number in (1.0, 2.0):

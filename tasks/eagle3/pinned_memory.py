@@ -1,0 +1,56 @@
+"""Page-locked memory of the host, for a GPU's copies behind the compute.
+
+Huge pages that torch's threads touch, then registered with CUDA: 4 GB take 0.3 s, 3.2 s by `pin_memory` (H200 machine).
+"""
+
+import mmap
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 512
+"""Bytes; of any dtype, and of a GPU's copies."""
+
+
+def pinned_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of these names, shapes and dtypes in one piece of memory, locked for the current GPU and all others.
+
+    It is given back with the last of them, once no copy to it is under way. RuntimeError when CUDA refuses it.
+    """
+    places, size = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = size
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    if size == 0:
+        return {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+    memory = _locked(size)
+    return {
+        name: memory[place : place + tensors[name].nbytes]
+        .view(tensors[name].dtype)
+        .view(tensors[name].shape)
+        for name, place in places.items()
+    }
+
+
+def _locked(size: int) -> Tensor:
+    pages = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
+    portable = 1  # cudaHostRegisterPortable
+    torch.cuda.check_error(int(_cudart().cudaHostRegister(memory.data_ptr(), size, portable)))
+    unlock = weakref.finalize(pages, _unlock, memory.data_ptr())
+    unlock.atexit = False  # the process's end does it, and tensors may outlive this module
+    return memory
+
+
+def _unlock(address: int) -> None:
+    torch.cuda.synchronize()
+    _cudart().cudaHostUnregister(address)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

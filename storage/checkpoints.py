@@ -30,7 +30,6 @@ from storage.layout import (
 )
 from storage.manifest import Manifest, canonical_json, digest_file
 from storage.store import Store, StoreError
-from storage.tensor_files import write_tensors
 
 if TYPE_CHECKING:  # torch takes seconds to import and most readers of a store need none
     import torch
@@ -224,8 +223,7 @@ class Checkpoints:
         replaced = self._attempts(identity.path)
         with write(self._store, identity) as writer:
             if tensors:
-                with writer.file(TENSORS_FILE) as path:
-                    write_tensors(path, _on_cpu(tensors))
+                writer.add_tensors(TENSORS_FILE, _on_cpu(tensors))
             for name, content in files.items():
                 writer.add_bytes(name, content)
             rows = len(tensors) if rows is None else rows

@@ -24,7 +24,6 @@ from storage.layout import ROWS_TABLE, STATES_FILE
 from storage.manifest import Manifest, canonical_digest, canonical_json
 from storage.store import Store, StoreError
 from storage.tables import Offsets, Ragged, Values, list_column, ragged, read_table, write_table
-from storage.tensor_files import write_tensors
 from storage.writing import Writer
 
 if TYPE_CHECKING:  # torch takes seconds to import and most readers of a store need none
@@ -209,8 +208,7 @@ def write_shard(
         "layer_ids": layers,
         "hidden_size": hidden_size,
     }
-    with writer.file(STATES_FILE) as path:
-        write_tensors(path, tensors, metadata={METADATA_KEY: canonical_json(metadata)})
+    writer.add_tensors(STATES_FILE, tensors, metadata={METADATA_KEY: canonical_json(metadata)})
     with writer.file(ROWS_TABLE) as path:
         columns = {
             "sample_id": list(rows.sample_ids),

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 if TYPE_CHECKING:  # torch takes seconds to import and most readers of a store need none
     import torch
 
@@ -42,8 +44,10 @@ def write_tensors(
     tensors: Mapping[str, "torch.Tensor"],
     *,
     metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write contiguous CPU tensors by name; they may share memory. Most of the file is on the disk when this returns.
+) -> str:
+    """Write contiguous CPU tensors by name and return the file's digest (xxh3, 128 bits, hexadecimal).
+
+    They may share memory. Most of a large file is on the disk when this returns.
 
     Raises:
         OSError: the disk is full, or another thing of the system's.
@@ -67,11 +71,15 @@ def write_tensors(
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(WRITERS) as pool:
         file.write(start)
         file.truncate(len(start) + place)
+        pieces = list(_pieces(ordered))
         waiting = {
             pool.submit(_write, file.fileno(), piece, len(start) + offset)
-            for offset, piece in _pieces(ordered)
+            for offset, piece in pieces
         }
         try:
+            digest = xxhash.xxh3_128(start)
+            for _, piece in pieces:
+                digest.update(piece)
             while waiting:
                 done, waiting = wait(waiting, timeout=FLUSH_SECONDS)
                 for written in done:
@@ -80,6 +88,7 @@ def write_tensors(
                     os.fsync(file.fileno())  # the disk takes what is there while the rest is copied
         finally:
             pool.shutdown(cancel_futures=True)
+    return digest.hexdigest()
 
 
 def _pieces(ordered: list[tuple[str, "torch.Tensor"]]) -> Iterator[tuple[int, memoryview]]:

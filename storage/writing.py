@@ -8,11 +8,11 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from storage.identity import Identity
 from storage.layout import MANIFEST_NAME
@@ -26,6 +26,10 @@ from storage.manifest import (
     library_versions,
 )
 from storage.store import Store, StoreError
+from storage.tensor_files import write_tensors
+
+if TYPE_CHECKING:  # torch takes seconds to import and most readers of a store need none
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -93,22 +97,23 @@ class Writer:
         Raises:
             ValueError: `name` is no plain name (one "/" is allowed), or was written before.
         """
-        if _FILE_NAME.fullmatch(name) is None:
-            raise ValueError(
-                f"{name!r} cannot name a file of an artifact: 'name' or 'directory/name'"
-            )
-        if name in self._files:
-            raise ValueError(f"{name} was written before; each file of an artifact is written once")
-        with self.store.writing(f"{self.attempt_path}/{name}") as path:
+        with self._writing(name) as path:
             yield path
             local = self.store.local_path(self.attempt_path) is not None
             with _flushing(path) if local else nullcontext():
-                entry = FileEntry(
-                    path=f"{self.attempt}/{name}",
-                    bytes=path.stat().st_size,
-                    xxh3=digest_file(path),
-                    in_content=in_content,
-                )
+                entry = self._entry(name, path, digest_file(path), in_content=in_content)
+        self._files[name] = entry
+
+    def add_tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, "torch.Tensor"],
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Store a safetensors file of contiguous CPU tensors; they may share memory."""
+        with self._writing(name) as path:
+            entry = self._entry(name, path, write_tensors(path, tensors, metadata=metadata))
         self._files[name] = entry
 
     def add_bytes(self, name: str, data: bytes) -> None:
@@ -164,6 +169,21 @@ class Writer:
             self.store.delete(self.attempt_path)
         except StoreError as error:
             logger.warning("the unpublished files of %s stay for now: %s", self.attempt_path, error)
+
+    def _writing(self, name: str) -> AbstractContextManager[Path]:
+        if _FILE_NAME.fullmatch(name) is None:
+            raise ValueError(
+                f"{name!r} cannot name a file of an artifact: 'name' or 'directory/name'"
+            )
+        if name in self._files:
+            raise ValueError(f"{name} was written before; each file of an artifact is written once")
+        return self.store.writing(f"{self.attempt_path}/{name}")
+
+    def _entry(self, name: str, path: Path, digest: str, *, in_content: bool = True) -> FileEntry:
+        size = path.stat().st_size
+        return FileEntry(
+            path=f"{self.attempt}/{name}", bytes=size, xxh3=digest, in_content=in_content
+        )
 
     def _manifest(self, rows: int, facts: Mapping[str, Any]) -> Manifest:
         identity = self.identity

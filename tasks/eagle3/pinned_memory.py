@@ -1,16 +1,19 @@
 """Page-locked memory of the host, for a GPU's copies behind the compute.
 
-Huge pages that torch's threads touch, then registered with CUDA: 4 GB take 0.3 s, 3.2 s by `pin_memory` (H200 machine).
+Huge pages that several threads touch, then registered with CUDA: 4 GB take 0.3 s, 3.2 s by `pin_memory` (H200 machine).
 """
 
 import mmap
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
+THREADS = 8
+"""That touch new memory: the system hands it out page by page."""
 ALIGNMENT = 512
 """Bytes; of any dtype, and of a GPU's copies."""
 
@@ -39,7 +42,9 @@ def _locked(size: int) -> Tensor:
     pages = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(Tensor.zero_, memory.chunk(4 * THREADS)))
     portable = 1  # cudaHostRegisterPortable
     torch.cuda.check_error(int(_cudart().cudaHostRegister(memory.data_ptr(), size, portable)))
     unlock = weakref.finalize(pages, _unlock, memory.data_ptr())

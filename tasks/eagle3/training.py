@@ -133,9 +133,13 @@ class Training:
         return tokens / (sum(self._batches_of_epoch) * self._settings.batch_tokens)
 
     def state(self) -> TrainingState:
-        """Return all that the training is made of now; the tensors are no copies."""
+        """Return all that the training is made of now; the tensors are no copies.
+
+        A finished one needs its optimizer no more: of what it holds the moments are two thirds.
+        """
         position = self.position
-        tensors = collect_tensors(self.parameters, self._optimizer.state)
+        moments = {} if position.finished else self._optimizer.state
+        tensors = collect_tensors(self.parameters, moments)
         if position.best_step not in {None, position.step, self._stored_best_step}:
             tensors |= {f"{BEST}{name}": value for name, value in self._best_weights().items()}
         return TrainingState.of(position, tensors, self._unread)

@@ -16,7 +16,6 @@ from storage.layout import DRAFT_FILE, METRICS_TABLE
 from storage.related_trainings import related_trainings
 from storage.store import Store
 from storage.tables import write_metrics
-from storage.tensor_files import write_tensors
 from tasks.child import ProgressCallback
 from tasks.disk_space import check_training_space
 from tasks.eagle3.optimizers import warmup_steps
@@ -80,8 +79,7 @@ def _lead(
     facts = _facts(training, settings)
     facts["seconds_per_step"] = round(seconds / steps, 4) if steps else None
     with artifacts.write(store, wanted) as writer:
-        with writer.file(DRAFT_FILE) as path:
-            write_tensors(path, {name: value.cpu().contiguous() for name, value in best.items()})
+        writer.add_tensors(DRAFT_FILE, {name: v.cpu().contiguous() for name, v in best.items()})
         with writer.file(METRICS_TABLE, in_content=False) as path:  # it holds times
             write_metrics(path, training.position.history)
         writer.publish(rows=training.position.step, facts=facts)

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from storage import artifacts
 from storage.artifacts import Identity
 from storage.layout import DRAFT_FILE
@@ -37,8 +35,7 @@ def run(request: dict[str, Any], _progress: ProgressCallback) -> dict[str, Any]:
     )
     tensors = read_trainable(directory, trainable_shapes(config))
     with artifacts.write(store, wanted) as writer:
-        with writer.file(DRAFT_FILE) as path:
-            save_file(tensors, path)
+        writer.add_tensors(DRAFT_FILE, tensors)
         writer.publish(
             rows=len(tensors),
             facts={

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from storage import tensor_files
+from storage.manifest import digest_file
 from storage.tensor_files import write_tensors
 
 DTYPES = (
@@ -38,9 +39,10 @@ def test_the_file_has_the_bytes_of_safetensors_own(
 ) -> None:
     monkeypatch.setattr(tensor_files, "PIECE_BYTES", piece_bytes)
     tensors = some_tensors()
-    write_tensors(tmp_path / "ours", tensors, metadata=metadata)
+    digest = write_tensors(tmp_path / "ours", tensors, metadata=metadata)
     save_file(tensors, tmp_path / "theirs", metadata=metadata)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert digest == digest_file(tmp_path / "theirs")
 
 
 def test_a_file_that_is_there_is_replaced_even_by_a_shorter_one(tmp_path: Path) -> None:

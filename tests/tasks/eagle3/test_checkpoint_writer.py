@@ -151,6 +151,7 @@ def test_on_a_gpu_the_host_does_not_wait_and_the_copy_is_of_before_the_change() 
     room = HostCopies(device)
     room.start({"w": value})  # gets the memory
     spin = torch.randn(8192, 8192, device=device)
+    value.add_(0)  # CUDA waits for the device where it loads a kernel for the first time
     torch.cuda.synchronize()
     for round_number in (1.0, 2.0):
         for _ in range(40):

@@ -234,7 +234,7 @@ def _start(module: str, environment: dict[str, str], descriptors: Descriptors) -
     if forks.AVAILABLE:
         try:
             return forks.spawn(module, environment, descriptors)
-        except ConnectionError as error:
+        except OSError as error:  # no seed, or this process has no directory any more
             logger.debug("%s: %s starts alone", error, module)
     given, printed, replied = descriptors
     return start_process(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -84,6 +85,21 @@ def test_a_seed_that_cannot_fork_goes_on_and_the_job_starts_alone():
         assert child.request({"do": "echo", "value": 1})["value"] == 1
         with Child(MODULE) as forked:
             assert seed_of(forked) == limits.pid
+
+
+def test_what_a_seed_cannot_be_asked_for_starts_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))  # where the job of these tests is found
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with Child(MODULE) as child:
+        assert child.request({"do": "echo", "value": 1})["value"] == 1
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTRIDER_TEST", "x" * (120 << 10))
+    monkeypatch.setenv("OUTRIDER_TEST_2", "x" * (120 << 10))
+    with Child(MODULE) as child:
+        assert child.request({"do": "echo", "value": 1})["value"] == 1
 
 
 def test_where_nothing_can_be_forked_a_job_starts_alone(monkeypatch):

@@ -1,4 +1,5 @@
-"""The command line: outrider run | estimate | inspect | status | report | verify | prune | settings."""
+"""The command line: outrider run | estimate | inspect | status | report | promote | rollback | drafts | verify |
+prune | settings."""
 
 import argparse
 import json
@@ -157,6 +158,28 @@ def _prune(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _promote(options: argparse.Namespace) -> int:
+    from flows.draft_commands import promote  # noqa: PLC0415
+
+    print(promote(options.store, options.run))
+    return DONE
+
+
+def _rollback(options: argparse.Namespace) -> int:
+    from flows.draft_commands import roll_back  # noqa: PLC0415
+
+    print(roll_back(options.store, options.draft))
+    return DONE
+
+
+def _drafts(options: argparse.Namespace) -> int:
+    from flows.draft_commands import list_drafts, render_drafts  # noqa: PLC0415
+
+    listed = list_drafts(options.store)
+    print(json.dumps(listed) if options.json else render_drafts(listed))
+    return DONE
+
+
 def _settings(_: argparse.Namespace) -> int:
     from flows.settings import describe_settings  # noqa: PLC0415
 
@@ -217,6 +240,14 @@ def _parser() -> argparse.ArgumentParser:
     sub = add_store(add("report", _report, "write one self-contained HTML page about a run"))
     sub.add_argument("run", metavar="RUN", help="id of a run, or 'latest'")
     sub.add_argument("--output", type=Path, help="file to write (default: outrider-RUN.html)")
+    sub = add_store(
+        add("promote", _promote, "put the draft of a run in service, whatever the gate said")
+    )
+    sub.add_argument("run", metavar="RUN", help="id of a run, or 'latest'")
+    sub = add_store(add("rollback", _rollback, "put the draft before in service again"))
+    sub.add_argument("draft", nargs="?", metavar="DRAFT", help="its name, where there are several")
+    sub = add_store(add("drafts", _drafts, "list the drafts that are and were in service"))
+    sub.add_argument("--json", action="store_true", help="print as one JSON line")
     sub = add_file("verify", _verify, "check every artifact of the store")
     sub.add_argument("--deep", action="store_true", help="read every byte and compare digests")
     sub.add_argument(
@@ -243,16 +274,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _summary(record: dict[str, Any]) -> str:
+    from tasks.promote import describe  # noqa: PLC0415
+
     before, after = record["acceptance"]["before"], record["acceptance"]["after"]
     stages = record["stages"]
     side = record["settings"]["evaluate"]["side"].replace("_", "-")
     reused = [name for name, entry in stages.items() if entry["state"] == "reused"]
     draft_tokens = len(after["per_position"])
+    promotion = describe(record["promotion"], in_service=record["promotion"]["in service"])
     lines = [
         f"acceptance length  {after['acceptance_length']:.2f} with {draft_tokens} draft tokens "
         f"({before['acceptance_length']:.2f} before training)",
         f"on                 {after['prompts']} {side} prompts, {_equality(after)}",
         f"speculator         {record['speculator']}",
+        f"draft              {promotion}",
         f"reused             {len(reused)} of {len(stages)} stages"
         + (f": {', '.join(reused)}" if 0 < len(reused) < len(stages) else ""),
         f"run                {record['run']}, {record['seconds']:.0f} s",

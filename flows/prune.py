@@ -1,7 +1,8 @@
 """What a store can do without: artifacts that no kept run refers to, and the runs that are given up.
 
 A run keeps what its record names: the parts of the stages it has finished, and of an unfinished one what it was making.
-A live run keeps besides everything in the stages that it has yet to finish, for it may be about to use it.
+A live run keeps besides everything in the stages that it has yet to finish, for it may be about to use it. The drafts
+in service, and those before them, stay.
 """
 
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from flows.run_records import PLACES, Record, find_in, is_live, read_all
-from storage import artifacts
+from storage import artifacts, drafts
 from storage.layout import STATES, run_record
 from storage.store import Store
 from tasks.byte_sizes import show_bytes
@@ -83,10 +84,12 @@ def plan_prune(store: Store, choice: Choice, *, now: datetime | None = None) -> 
     sizes = {path: sum(below.values()) for path, below in survey.items()}
     owners = _owners(survey, records)
     in_use = _places_of_live_runs(records)
+    served = _served(store)
     open_paths = [
         path
         for path in survey
         if path.split("/", 1)[0] not in in_use
+        and path not in served
         and (not choice.states_only or path.startswith(f"{STATES}/"))
     ]
 
@@ -222,6 +225,17 @@ def _owners(paths: Iterable[str], records: Sequence[Record]) -> dict[str, set[st
         path: referring.get(path, none) | referring.get(path.rsplit("/", 1)[0], none)
         for path in paths
     }
+
+
+def _served(store: Store) -> set[str]:
+    """What it takes to serve and evaluate the drafts in service, and those that a rollback would put there."""
+    paths: set[str] = set()
+    for name in drafts.names(store):
+        promotions = {promotion.name: promotion for promotion in drafts.history(store, name)}
+        now = drafts.current(store, name)
+        for promotion in (now, promotions.get((now and now.previous) or "")):
+            paths |= set(promotion.artifacts) if promotion is not None else set()
+    return paths
 
 
 def _places_of_live_runs(records: Sequence[Record]) -> set[str]:

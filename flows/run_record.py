@@ -100,13 +100,16 @@ class RunRecord:
         )
         return result
 
-    def finish(self, *, speculator: str, acceptance: dict[str, Any]) -> dict[str, Any]:
+    def finish(
+        self, *, speculator: str, acceptance: dict[str, Any], promotion: dict[str, Any]
+    ) -> dict[str, Any]:
         """Close the record of a run that went through; returns it."""
         self.record |= {
             "state": "completed",
             "speculator": speculator,
             "acceptance_length": acceptance["after"]["acceptance_length"],
             "acceptance": acceptance,
+            "promotion": promotion,
         }
         self._close()
         create_table_artifact(

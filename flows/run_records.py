@@ -11,6 +11,7 @@ from storage.layout import (
     CAPTURE_PLAN,
     CHECKPOINTS,
     CONVERSATIONS,
+    DECISION,
     EVALUATION,
     REFERENCE,
     REGENERATED,
@@ -24,6 +25,7 @@ from storage.layout import (
     WARM_START,
 )
 from storage.store import Store
+from tasks.promote import describe
 
 Record = dict[str, Any]
 
@@ -40,6 +42,7 @@ PLACES = {
     "train": (CHECKPOINTS,),
     "evaluate": (REFERENCE, EVALUATION),
     "export": (SPECULATOR,),
+    "promote": (DECISION,),
 }
 """Stages as they run, for JSON files keep their keys sorted by name; and where in a store each writes."""
 
@@ -157,6 +160,8 @@ def render_record(record: Record) -> str:
         lines.append(f"at: {record['at']}, process {process['pid']} on {process['host']}")
     if record.get("speculator"):
         lines.append(f"acceptance length {record['acceptance_length']:.2f}, {record['speculator']}")
+    if record.get("promotion"):
+        lines.append(describe(record["promotion"], in_service=record["promotion"]["in service"]))
     return "\n".join(lines)
 
 

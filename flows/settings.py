@@ -23,6 +23,7 @@ from tasks.eagle3.training_settings import TrainSettings
 from tasks.evaluate import EvaluateSettings
 from tasks.export import ExportSettings
 from tasks.map_vocab import VocabSettings
+from tasks.promote import PromoteSettings
 from tasks.regenerate import RegenerateSettings
 from tasks.split import SplitSettings
 from tasks.tokenize_chats import TokenizeSettings
@@ -64,6 +65,8 @@ class PipelineSettings(BaseModel):
     """How the draft is judged."""
     export: ExportSettings = Field(default=ExportSettings(), title="Export")
     """The speculators checkpoint."""
+    promote: PromoteSettings = Field(default=PromoteSettings(), title="Promote")
+    """When a draft is put in service."""
 
     @property
     def devices(self) -> dict[str, str]:

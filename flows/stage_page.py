@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from storage.store import Store
+from tasks.promote import describe
 from tasks.stage import StageResult
 from tasks.training_history import Epoch, epochs_of, read_history
 
@@ -19,6 +20,8 @@ def describe_stage(store: Store, name: str, entry: dict[str, Any], result: Stage
     if name == "evaluate":
         _, before, after = (part.facts for part in result.parts)
         lines += acceptance_table(before, after)
+    if name == "promote":
+        lines += [describe(result.facts, in_service=result.notes["in service"]), ""]
     for part in result.parts[:SHOWN_PARTS]:
         facts = {k: v for k, v in part.facts.items() if k != "shown"}
         lines += [f"`{part.path}`", "", "| | |", "|---|---|"]

@@ -23,12 +23,13 @@ from tasks.capture import capture, plan_capture
 from tasks.child import kill_children
 from tasks.collect import collect
 from tasks.eagle3.draft_plan import check_file, plan_draft
-from tasks.evaluate import check_prompts, evaluate
+from tasks.evaluate import Prompts, check_prompts, draft_recipe, evaluate
 from tasks.export import export
 from tasks.fit_batch import fit_batch, needs_fitting, settle_batch
 from tasks.gpus import check_there, stop_waiting
 from tasks.load_verifier import load_verifier, open_verifier
 from tasks.map_vocab import check_draft_size, map_vocab
+from tasks.promote import promote
 from tasks.regenerate import regenerate
 from tasks.split import split
 from tasks.tokenize_chats import tokenize_chats
@@ -168,20 +169,13 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
         initial=initial,
         gpu_policy=gpu_policy,
     )
+    before, after = (
+        draft_recipe(verifier, vocab, layer_ids, draft, seed=settings.train.seed, weights=weights)
+        for weights in (initial, trained)
+    )
+    prompts = Prompts(conversations, sides, verifier, settings.evaluate)
     evaluation = run.stage(
-        evaluate,
-        store,
-        layer_ids,
-        conversations=conversations,
-        split=sides,
-        vocab=vocab,
-        verifier=verifier,
-        trained=trained,
-        draft=draft,
-        seed=settings.train.seed,
-        settings=settings.evaluate,
-        initial=initial,
-        gpu_policy=gpu_policy,
+        evaluate, store, prompts, before=before, after=after, gpu_policy=gpu_policy
     )
     exported = run.stage(
         export,
@@ -194,10 +188,23 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
         draft_tokens=settings.evaluate.draft_tokens,
         settings=settings.export,
     )
-    _, before, after = (part.facts for part in evaluation.parts)
+    decision = run.stage(
+        promote,
+        store,
+        settings.promote.draft_of(settings.verifier),
+        run=run.run_id,
+        speculator=exported,
+        evaluation=evaluation.parts[-1],
+        recipe=after,
+        prompts=prompts,
+        settings=settings.promote,
+        gpu_policy=gpu_policy,
+    )
+    _, at_start, at_end = (part.facts for part in evaluation.parts)
     return run.finish(
         speculator=artifacts.location(store, exported.parts[0]),
-        acceptance={"before": before, "after": after},
+        acceptance={"before": at_start, "after": at_end},
+        promotion={**decision.facts, "in service": decision.notes["in service"]},
     )
 
 

@@ -7,6 +7,7 @@ checkpoints/<train key>/steps/step-<n>/...       training checkpoints, one artif
 checkpoints/<train key>/best/step-<n>/...        best weights, which many checkpoints share
 checkpoints/<train key>/metrics/entries-<a>-<b>/ metrics [a, b) of the past, which all later ones share
 drafts/<verifier>/current.json                   which draft is in service
+drafts/<verifier>/promotions/<time>-<random>.json  each that ever was, and why
 run_records/<run>.json                           what each run did
 <tracker>/<train key>/...                        what a tracker such as tensorboard keeps on this disk
 """
@@ -31,6 +32,8 @@ CHECKPOINTS = "checkpoints"
 REFERENCE = "reference"
 """Greedy texts of the verifier alone, which every draft's texts must equal."""
 EVALUATION = "evaluation"
+DECISION = "decision"
+"""Whether a draft is better than the one in service."""
 SPECULATOR = "speculator"
 DRAFTS = "drafts"
 RUN_RECORDS = "run_records"
@@ -58,7 +61,7 @@ ENTRIES_FILE = "entries.json"
 
 STAGE_DIRECTORIES = (
     VERIFIER, WARM_START, CONVERSATIONS, REGENERATED, SAMPLES, SPLIT, VOCAB_MAP, BATCH_SIZES, STATES, CHECKPOINTS,
-    EVALUATION, SPECULATOR,
+    EVALUATION, SPECULATOR, DECISION,
 )  # fmt: skip
 """Directories that hold artifacts, in the order of the pipeline."""
 
@@ -114,13 +117,24 @@ def parse_step(name: str) -> int:
     return int(match[1])
 
 
-def draft_pointer(verifier_name: str) -> str:
-    """The file that says which draft of a verifier is in service.
+def draft_pointer(draft: str) -> str:
+    """The file that says which draft of that name is in service."""
+    return f"{_draft_directory(draft)}/current.json"
 
-    Other characters of the name become '-'.
-    """
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", verifier_name).strip("-.")
-    return f"{DRAFTS}/{_part(name)}/current.json"
+
+def promotions_directory(draft: str) -> str:
+    """Where all promotions of a draft of that name lie."""
+    return f"{_draft_directory(draft)}/promotions"
+
+
+def promotion_file(draft: str, promotion: str) -> str:
+    """The file of one promotion."""
+    return f"{promotions_directory(draft)}/{_part(promotion)}.json"
+
+
+def _draft_directory(draft: str) -> str:
+    """Other characters of the name than those of paths become '-'."""
+    return f"{DRAFTS}/{_part(re.sub(r'[^A-Za-z0-9._-]+', '-', draft).strip('-.'))}"
 
 
 def run_record(run_id: str) -> str:

@@ -40,6 +40,7 @@ SPLIT_SCHEMA = pa.schema(
 
 EVALUATION_SCHEMA = pa.schema(
     [
+        ("source", pa.string()),
         ("prompt_ids", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),
         ("pieces", pa.list_(pa.string())),  # the text of each new token

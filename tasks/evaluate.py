@@ -1,6 +1,8 @@
 """Stage evaluate: held-out prompts, verifier and draft -> acceptance length by real greedy speculative decoding."""
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
@@ -18,7 +20,7 @@ from tasks.train import draft_parts
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 MODULE = "tasks.jobs.evaluate"
 
 
@@ -72,81 +74,122 @@ def check_prompts(split: StageResult, verifier: Verifier, settings: EvaluateSett
         )
 
 
+@dataclass(frozen=True)
+class DraftRecipe:
+    """What it takes to build a draft again, as plain JSON types, and what its evaluation is known by."""
+
+    parts: Mapping[str, Any]
+    """Of a child's request: see `tasks.jobs.drafts.make_draft`."""
+    settings: Mapping[str, Any]
+    inputs: Mapping[str, str]
+
+    @property
+    def artifacts(self) -> tuple[str, ...]:
+        """Paths of what is read to build it."""
+        paths = [self.parts[name] for name in ("verifier", "vocab_map", "weights")]
+        return tuple(path for path in paths if path is not None)
+
+
+def draft_recipe(
+    verifier: Verifier,
+    vocab: StageResult,
+    layer_ids: tuple[int, ...],
+    draft: DraftPlan,
+    *,
+    seed: int,
+    weights: StageResult | None,
+) -> DraftRecipe:
+    """Recipe of a draft with the tensors of `weights`, else with random ones drawn from `seed`."""
+    path = None if weights is None else weights.parts[0].path
+    return DraftRecipe(
+        parts=draft_parts(verifier, vocab, layer_ids, draft) | {"seed": seed, "weights": path},
+        settings={"draft": draft.identity(), "layers": list(layer_ids), "seed": seed},
+        inputs={
+            "vocab_map": vocab.content,
+            "draft": "untrained" if weights is None else weights.content,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What drafts are evaluated on, and by whom."""
+
+    conversations: StageResult
+    split: StageResult
+    verifier: Verifier
+    settings: EvaluateSettings
+
+
 @stage_task
 def evaluate(
     store: Store,
-    layer_ids: tuple[int, ...],
+    prompts: Prompts,
     *,
-    conversations: StageResult,
-    split: StageResult,
-    vocab: StageResult,
-    verifier: Verifier,
-    trained: StageResult,
-    draft: DraftPlan,
-    seed: int,
-    settings: EvaluateSettings,
-    initial: StageResult | None = None,
+    before: DraftRecipe,
+    after: DraftRecipe,
     gpu_policy: GpuPolicy = REFUSE,
 ) -> StageResult:
     """Decode held-out prompts by the verifier alone, with the draft before training, and with the trained one.
 
-    Before training it has the tensors of `initial`, else random ones.
-
     The parts of the result are these three: reference, before, after. The texts have to be equal.
     """
-    dtype = decoding_dtype(settings.dtype, settings.device)
-    settings = settings.model_copy(update={"dtype": dtype})
-    drafts = {"before": initial, "after": trained}
-    prompts = {"conversations": conversations.content, "split": split.content}
+    drafts = {"before": before, "after": after}
+    result = evaluate_drafts(store, prompts, drafts, gpu_policy=gpu_policy)
+    _check_equal(result)
+    return result
+
+
+def evaluate_drafts(
+    store: Store,
+    prompts: Prompts,
+    drafts: Mapping[str, DraftRecipe],
+    *,
+    gpu_policy: GpuPolicy = REFUSE,
+) -> StageResult:
+    """Decode the prompts by the verifier alone and with each draft; the parts are in that order."""
+    verifier = prompts.verifier
+    dtype = decoding_dtype(prompts.settings.dtype, prompts.settings.device)
+    settings = prompts.settings.model_copy(update={"dtype": dtype})
+    inputs = {
+        "conversations": prompts.conversations.content,
+        "split": prompts.split.content,
+        "verifier": verifier.identity,
+    }
     reference = Identity(
         stage=REFERENCE,
         version=VERSION,
         settings={**settings.identity(), "draft_tokens": None},
-        inputs={**prompts, "verifier": verifier.identity},
+        inputs=inputs,
     )
     common: dict[str, Any] = {
-        "conversations": [part.path for part in conversations.parts],
-        "split": split.parts[0].path,
+        "conversations": [part.path for part in prompts.conversations.parts],
+        "split": prompts.split.parts[0].path,
         **verifier.place,
         "eos_token_ids": list(verifier.facts.eos_token_ids),
         "max_positions": verifier.facts.max_position_embeddings,
         "settings": settings.model_dump(mode="json"),
     }
     wanted, requests = [reference], [{**common, "name": "reference", "draft": None}]
-    for name, weights in drafts.items():
-        path = weights.parts[0].path if weights is not None else None
+    for name, recipe in drafts.items():
         wanted.append(
             Identity(
                 stage=EVALUATION,
                 version=VERSION,
-                settings={
-                    **settings.identity(),
-                    "draft": draft.identity(),
-                    "layers": list(layer_ids),
-                    "seed": seed,
-                },
-                inputs={
-                    **prompts,
-                    "verifier": verifier.identity,
-                    "vocab_map": vocab.content,
-                    "draft": weights.content if weights is not None else "untrained",
-                },
+                settings={**settings.identity(), **recipe.settings},
+                inputs={**inputs, **recipe.inputs},
             )
         )
         requests.append(
-            {
-                **common,
-                "name": name,
-                "draft": draft_parts(verifier, vocab, layer_ids, draft)
-                | {"seed": seed, "weights": path},
-                "reference": reference.path,
-            }
+            {**common, "name": name, "draft": dict(recipe.parts), "reference": reference.path}
         )
-    result = build_parts(
-        store, wanted, MODULE, requests=requests, gpus=GpuNeed(settings.device, policy=gpu_policy)
+    return build_parts(
+        store,
+        wanted,
+        MODULE,
+        requests=requests,
+        gpus=GpuNeed(prompts.settings.device, policy=gpu_policy),
     )
-    _check_equal(result)
-    return result
 
 
 def _check_equal(result: StageResult) -> None:

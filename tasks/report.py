@@ -13,6 +13,7 @@ from storage.manifest import Manifest
 from storage.store import Store
 from storage.tables import read_table
 from tasks.plots import Plot, line_plot
+from tasks.promote import describe
 from tasks.training_history import accuracy_names, curve, epochs_of, read_history
 
 SHOWN_EPOCHS = 50
@@ -45,6 +46,7 @@ def write_report(store_url: str, record: dict[str, Any], target: Path) -> None:
         accuracy=_accuracy_plot(history),
         epochs=epochs_of(history)[-SHOWN_EPOCHS:],
         acceptance=_acceptance_plot(record),
+        promotion=_promotion(record),
         texts=_colored_texts(store, parts.get("evaluate", [])),
     )
     try:
@@ -85,6 +87,11 @@ def _accuracy_plot(history: list[dict[str, float | None]]) -> Plot | None:
             for i, name in enumerate(names)
         },
     )
+
+
+def _promotion(record: dict[str, Any]) -> str | None:
+    found = record.get("promotion")
+    return None if found is None else describe(found, in_service=found["in service"])
 
 
 def _acceptance_plot(record: dict[str, Any]) -> list[dict[str, Any]]:

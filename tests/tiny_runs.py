@@ -19,7 +19,7 @@ CONVERSATIONS, SEEN = 24, 18
 TOPICS = ("the tide", "a lathe", "old maps", "rye bread", "a heron", "slate roofs")
 STAGES = (
     "load_verifier", "collect", "tokenize_chats", "split", "map_vocab", "capture", "train",
-    "evaluate", "export",
+    "evaluate", "export", "promote",
 )  # fmt: skip
 PLACES = {
     "load_verifier": "verifier",
@@ -31,6 +31,7 @@ PLACES = {
     "train": "checkpoints",
     "evaluate": "evaluation",
     "export": "speculator",
+    "promote": "decision",
 }
 """Stage -> its directory in the store."""
 

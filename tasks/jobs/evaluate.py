@@ -42,11 +42,15 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         trust_remote_code=trusted,
     )
     room = request["max_positions"] - settings["max_new_tokens"]
-    prompts = choose_prompts(
-        (prompt_tokens(tokenizer, history) for history in read_histories(store, request)),
+    chosen = choose_prompts(
+        (
+            (source, prompt_tokens(tokenizer, history))
+            for source, history in read_histories(store, request)
+        ),
         count=settings["prompts"],
         room=room,
     )
+    prompts = [prompt for _, prompt in chosen]
     total = len(prompts) * settings["max_new_tokens"]
     done = 0
 
@@ -76,12 +80,13 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     facts["shown"] = [tokenizer.decode(text) for text in texts[:SHOWN_TEXTS]]
     rows = [
         {
+            "source": source,
             "prompt_ids": prompt,
             "token_ids": text,
             "pieces": [tokenizer.decode([token]) for token in text],
             "accepted_per_round": rounds,
         }
-        for prompt, text, rounds in zip(prompts, texts, accepted, strict=True)
+        for (source, prompt), text, rounds in zip(chosen, texts, accepted, strict=True)
     ]
     check_unchanged(request)
     with artifacts.write(store, wanted) as writer:
@@ -91,18 +96,20 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     return {}
 
 
-def choose_prompts(prompts: Iterable[list[int]], *, count: int, room: int) -> list[list[int]]:
-    """Return the first `count` prompts that leave room for an answer within the verifier's positions.
+def choose_prompts(
+    prompts: Iterable[tuple[str, list[int]]], *, count: int, room: int
+) -> list[tuple[str, list[int]]]:
+    """Return the first `count` prompts, and their sources, that leave room for an answer within the positions.
 
     Raises ValueError when there is none.
     """
-    fitting: list[list[int]] = []
+    fitting: list[tuple[str, list[int]]] = []
     too_long: list[int] = []
-    for prompt in prompts:
+    for source, prompt in prompts:
         if len(prompt) > room:
             too_long.append(len(prompt))
         else:
-            fitting.append(prompt)
+            fitting.append((source, prompt))
         if len(fitting) == count:
             break
     if not fitting:
@@ -118,8 +125,8 @@ def choose_prompts(prompts: Iterable[list[int]], *, count: int, room: int) -> li
     return fitting
 
 
-def read_histories(store: Store, request: dict[str, Any]) -> list[list[dict[str, str]]]:
-    """Return the side's conversations without their last answer, each once, in a fixed random order.
+def read_histories(store: Store, request: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:
+    """Return the side's sources and conversations without their last answer, each once, in a fixed random order.
 
     Held out is the test side, where there is one, else val. Raises ValueError when the side is empty.
     """
@@ -130,7 +137,7 @@ def read_histories(store: Store, request: dict[str, Any]) -> list[list[dict[str,
     side = "test" if "test" in sides.values() else "val"
     if request["settings"]["side"] == "train":
         side = "train"
-    histories: dict[str, list[dict[str, str]]] = {}
+    histories: dict[str, tuple[str, list[dict[str, str]]]] = {}
     for part in request["conversations"]:
         with artifacts.open_file(
             store, artifacts.require(store, part), CONVERSATIONS_TABLE
@@ -138,7 +145,8 @@ def read_histories(store: Store, request: dict[str, Any]) -> list[list[dict[str,
             for row in read_table(path).to_pylist():
                 if sides[row["conversation_id"]] == side:
                     history = prompts_of(json.loads(row["messages"]))
-                    histories.setdefault(json.dumps(history, sort_keys=True), history)
+                    key = json.dumps(history, sort_keys=True)
+                    histories.setdefault(key, (row["source"], history))
     if not histories:
         raise ValueError(
             "evaluate: no conversation is held out from training; raise split.val_ratio or name a source in "

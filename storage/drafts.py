@@ -41,6 +41,8 @@ class Promotion:
     """What it takes to build it again: see `tasks.evaluate.DraftRecipe`."""
     decision: Mapping[str, Any]
     """What the gate said."""
+    decided: Mapping[str, Any]
+    """Identity of the artifact that says so."""
     previous: str | None
     """Name of the promotion that counted before."""
 

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pydantic import Field
@@ -99,11 +99,12 @@ def promote(
     }
     inputs = {"speculator": exported.content, "evaluation": evaluation.content}
     if now is not None and now.speculator_key == exported.key:
-        wanted = _identity(draft, settings, {**inputs, "in service": now.name})
+        wanted = Identity(**now.decided)
         known = artifacts.find(store, wanted)
-        if known is None:
-            known = _write_down(store, wanted, candidate, dict(now.decision))
-        return StageResult((known,), reused=True, notes={"in service": True})
+        made = known or _write_down(store, wanted, candidate, dict(now.decision))
+        if now.location != candidate["location"]:  # it was lost, and exported anew
+            drafts.promote(store, replace(now, location=candidate["location"]))
+        return StageResult((made,), reused=known is not None, notes={"in service": True})
     before = None
     if now is not None and settings.enabled:
         before = _evaluate_again(store, now, prompts, gpu_policy)
@@ -121,7 +122,7 @@ def promote(
     )
     decision = _decision(draft, verdict, now, enabled=settings.enabled)
     if decision["promoted"]:
-        put_in_service(store, candidate, decision, by="gate")
+        put_in_service(store, candidate, decision, decided=wanted, by="gate")
     made = _write_down(store, wanted, candidate, decision)
     return StageResult((made,), reused=False, notes={"in service": decision["promoted"]})
 
@@ -139,11 +140,22 @@ def promote_by_hand(store: Store, decision: Manifest, run: str) -> Promotion:
         except ArtifactError as error:
             raise ValueError(f"{error}; run its settings again first") from error
     said = dict(decision.facts)
-    return put_in_service(store, candidate, said | {"promoted": True, "reasons": []}, by="hand")
+    return put_in_service(
+        store,
+        candidate,
+        said | {"promoted": True, "reasons": []},
+        decided=Identity(decision.stage, decision.version, decision.settings, decision.inputs),
+        by="hand",
+    )
 
 
 def put_in_service(
-    store: Store, candidate: dict[str, Any], decision: dict[str, Any], *, by: str
+    store: Store,
+    candidate: dict[str, Any],
+    decision: dict[str, Any],
+    *,
+    decided: Identity,
+    by: str,
 ) -> Promotion:
     """Make a draft the one in service under its name."""
     now = drafts.current(store, candidate["draft"])
@@ -153,6 +165,7 @@ def put_in_service(
         promoted_at=drafts.time_now(),
         by=by,
         decision=decision,
+        decided=asdict(decided),
         previous=None if now is None else now.name,
     )
     drafts.promote(store, promotion)

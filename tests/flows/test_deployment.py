@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "train-draft/train-draft"
 STAGES = [
     "load_verifier", "collect", "tokenize_chats", "capture", "split", "map_vocab", "train",
-    "evaluate", "export",
+    "evaluate", "export", "promote",
 ]  # fmt: skip
 SHARDS = ["capture rows [0, 8)", "capture rows [8, 16)"]
 INFO = 20

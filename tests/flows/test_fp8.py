@@ -14,7 +14,7 @@ def test_a_run_on_fp8_states_stores_half_the_bytes_and_trains_on_them(tiny, tmp_
 
     record = run_flow(copy.changed(capture={"codec": "fp8"}), prefect_api)
 
-    assert computed(record) == ["capture", "train", "evaluate", "export"]
+    assert computed(record) == ["capture", "train", "evaluate", "export", "promote"]
     assert record["stages"]["capture"]["rows"] == 24
     assert 1.0 <= record["acceptance_length"] <= 4.0
     store = Store(str(copy.store))

@@ -1,6 +1,7 @@
 """Drafts in service: a better one is promoted, a worse one kept, by hand and back again; prune keeps what is served."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,24 @@ def test_the_first_draft_is_put_in_service_and_running_again_changes_nothing(ser
     pointer = json.loads((served.store / f"drafts/{NAME}/current.json").read_text())
     assert pointer["run"] == served.result["run"]
     assert pointer["acceptance_length"] == served.result["acceptance_length"]
-    before = manifests(served.store, "promote")
+    before = manifests(served.store)
     again = run_flow(served.values, prefect_api)
     assert set(states(again).values()) == {"reused"}
     assert again["promotion"]["in service"]
     assert serving(served) == served.result["run"]
-    assert manifests(served.store, "promote").items() >= before.items()
-    assert set(states(run_flow(served.values, prefect_api)).values()) == {"reused"}
+    assert manifests(served.store) == before
+
+
+def test_a_speculator_that_is_exported_anew_is_found_where_it_lies_now(served, prefect_api):
+    first = drafts.current(Store(str(served.store)), NAME)
+    shutil.rmtree(served.store / "speculator")
+    record = run_flow(served.values, prefect_api)
+    assert computed(record) == ["export"]
+    now = drafts.current(Store(str(served.store)), NAME)
+    assert now.name == first.name
+    assert now.location == record["speculator"] != first.location
+    pointer = json.loads((served.store / f"drafts/{NAME}/current.json").read_text())
+    assert pointer["speculator"] == record["speculator"]
 
 
 def test_a_draft_that_is_no_better_is_kept_and_the_run_says_why(served, prefect_api):

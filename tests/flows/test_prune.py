@@ -250,7 +250,7 @@ def test_of_two_real_runs_on_the_same_states_one_is_given_up_and_the_other_reuse
     copy = tiny.copy(tmp_path)
     other = copy.changed(train={"lr": 2e-3})
     second = run_flow(other, prefect_api)
-    assert computed(second) == ["train", "evaluate", "export"]
+    assert computed(second) == ["train", "evaluate", "export", "promote"]
     file = str(write_settings(copy.values, tmp_path / "settings.yaml"))
     before = manifests(copy.store)
     first_run = tiny.result["run"]

@@ -98,7 +98,7 @@ def test_a_draft_config_counts_by_its_content(tiny, tmp_path, prefect_api):
     file.write_text(json.dumps(config))
     record = run_flow(described, prefect_api)
 
-    assert computed(record) == ["train", "evaluate", "export"]
+    assert computed(record) == ["train", "evaluate", "export", "promote"]
     exported = json.loads((Path(record["speculator"]) / "config.json").read_text())
     assert exported["transformer_layer_config"]["intermediate_size"] == 80
 
@@ -219,14 +219,20 @@ def test_a_removed_reference_is_decoded_anew_and_the_drafts_texts_are_not(
 
 
 CHANGES = {
-    "train": ({"train": {"lr": 2e-3}}, ["train", "evaluate", "export"]),
-    "vocabulary": ({"vocab": {"draft_size": 64}}, ["map_vocab", "train", "evaluate", "export"]),
+    "train": ({"train": {"lr": 2e-3}}, ["train", "evaluate", "export", "promote"]),
+    "vocabulary": (
+        {"vocab": {"draft_size": 64}},
+        ["map_vocab", "train", "evaluate", "export", "promote"],
+    ),
     "split": (
         {"split": {"val_ratio": 0.4}},
-        ["split", "map_vocab", "train", "evaluate", "export"],
+        ["split", "map_vocab", "train", "evaluate", "export", "promote"],
     ),
-    "layers": ({"capture": {"layers": [1, 4, 5]}}, ["capture", "train", "evaluate", "export"]),
-    "draft tokens": ({"evaluate": {"draft_tokens": 2}}, ["evaluate", "export"]),
+    "layers": (
+        {"capture": {"layers": [1, 4, 5]}},
+        ["capture", "train", "evaluate", "export", "promote"],
+    ),
+    "draft tokens": ({"evaluate": {"draft_tokens": 2}}, ["evaluate", "export", "promote"]),
     "processes": (
         {"capture": {"gpus": 2}, "train": {"keep_checkpoints": 1, "tracker": "none"}},
         [],

@@ -18,7 +18,7 @@ from tasks.load_verifier import open_verifier
 from tasks.stage import StageResult, call
 from tests.tiny_runs import TinyRun, computed, run_flow, states
 
-NEW = ["train", "evaluate", "export"]
+NEW = ["train", "evaluate", "export", "promote"]
 
 
 def draft_of(store: Path, record: dict, stage: str) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ def promotion(run: str, previous: str | None = None) -> Promotion:
         artifacts=(f"speculator/{run}", "verifier/v"),
         recipe={"parts": {}, "settings": {}, "inputs": {}},
         decision={"promoted": True},
+        decided={"stage": "decision"},
         previous=previous,
     )
 
@@ -75,7 +76,9 @@ def test_one_killed_before_it_counts_changes_nothing(store: Store) -> None:
 
 def test_no_draft_of_that_name_is_said_with_those_that_there_are(store: Store) -> None:
     drafts.promote(store, promotion("run-1"))
-    with pytest.raises(NoDraftError, match=r"no draft .other. is in service in .*; there are: tiny"):
+    with pytest.raises(
+        NoDraftError, match=r"no draft .other. is in service in .*; there are: tiny"
+    ):
         drafts.roll_back(store, "other")
 
 

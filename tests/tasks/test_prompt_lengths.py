@@ -27,14 +27,15 @@ def test_evaluation_takes_the_next_prompt_for_one_that_leaves_no_room(caplog):
     prompts = [[1] * n for n in (5, 50, 6, 41, 7)]
 
     with caplog.at_level(logging.WARNING):
-        assert choose_prompts(iter(prompts), count=2, room=40) == [[1] * 5, [1] * 6]
+        found = choose_prompts((("chat", prompt) for prompt in prompts), count=2, room=40)
+        assert found == [("chat", [1] * 5), ("chat", [1] * 6)]
 
     assert "1 prompts of more than 40 tokens are left out" in caplog.text
 
 
 def test_evaluation_without_any_prompt_that_fits_names_the_lengths():
     with pytest.raises(ValueError, match=r"the shortest has 50 tokens, 40 are left beside"):
-        choose_prompts([[1] * 50, [1] * 51], count=2, room=40)
+        choose_prompts([("chat", [1] * 50), ("chat", [1] * 51)], count=2, room=40)
 
 
 def test_regenerated_answers_end_with_the_verifiers_positions(tmp_path: Path):

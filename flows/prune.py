@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 
 from flows.run_records import PLACES, Record, find_in, is_live, read_all
 from storage import artifacts, drafts
+from storage.artifacts import Identity
 from storage.layout import STATES, run_record
 from storage.store import Store
 from tasks.byte_sizes import show_bytes
@@ -234,7 +235,8 @@ def _served(store: Store) -> set[str]:
         promotions = {promotion.name: promotion for promotion in drafts.history(store, name)}
         now = drafts.current(store, name)
         for promotion in (now, promotions.get((now and now.previous) or "")):
-            paths |= set(promotion.artifacts) if promotion is not None else set()
+            if promotion is not None:
+                paths |= {*promotion.artifacts, Identity(**promotion.decided).path}
     return paths
 
 

@@ -69,7 +69,9 @@ class Child:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._killed = False
         (given, requests), (output, printed), (replies, replied) = (os.pipe() for _ in range(3))
-        self._requests, self._output = os.fdopen(requests, "w"), os.fdopen(output)
+        self._requests = os.fdopen(requests, "w")
+        # whatever is printed is read, or the pipe would fill up and the job wait
+        self._output = os.fdopen(output, encoding="utf-8", errors="replace")
         self._replies = os.fdopen(replies)
         try:
             self._process = _start(module, dict(environment or {}), (given, printed, replied))

@@ -103,8 +103,8 @@ def become(request: Request) -> None:
     os.environ.update({PARENT_PID: str(request["seed"]), REPLY_FD: str(replied)})
     os.chdir(request["directory"])
     _show_command([sys.executable, "-m", "tasks.child", request["module"]])
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads is not None and "torch" in sys.modules:
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) and "torch" in sys.modules:  # as OpenMP reads it
         sys.modules["torch"].set_num_threads(int(threads))
 
 

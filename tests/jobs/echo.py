@@ -25,6 +25,8 @@ def run(  # noqa: C901 - it does many things
             progress({"half": request["value"]})
             print("a library's chatter")
             return {"value": request["value"], "pid": os.getpid()}
+        case "print bytes":
+            os.write(1, b"\xff\xfe no text\n" * 6_000)
         case "refuse":
             raise ValueError("the value 7 is too large; lower it")
         case "fail":

@@ -49,6 +49,13 @@ def test_a_child_serves_many_requests_and_its_output_is_log_text() -> None:
     assert seen == [{"half": "a"}, {"half": [1, 2]}]
 
 
+def test_output_that_is_no_text_is_read_too(caplog: pytest.LogCaptureFixture) -> None:
+    with Child(MODULE) as child, caplog.at_level(logging.INFO):
+        child.request({"do": "print bytes"})  # more than a pipe holds
+        assert child.request({"do": "echo", "value": 1})["value"] == 1
+    assert "no text" in caplog.text
+
+
 def test_wrong_input_and_a_broken_job_are_told_apart_and_the_child_lives_on() -> None:
     with Child(MODULE) as child:
         with pytest.raises(JobRefusedError, match="the value 7 is too large; lower it"):

@@ -42,6 +42,12 @@ def test_a_job_has_the_environment_directory_and_threads_of_now(monkeypatch, tmp
     assert found["environment"]["CUDA_VISIBLE_DEVICES"] == "5"
 
 
+@pytest.mark.parametrize("value", ["garbage", "-1", "0", ""])
+def test_a_number_of_threads_that_is_none_is_passed_over(value):
+    with Child(MODULE, {"OMP_NUM_THREADS": value}) as child:
+        assert child.request({"do": "surroundings"})["threads"] >= 1
+
+
 def test_a_variable_that_imports_read_gets_another_seed_and_others_do_not(monkeypatch, tmp_path):
     with Child(MODULE) as child:
         before = seed_of(child)

@@ -75,6 +75,10 @@ class Child:
         self._replies = os.fdopen(replies)
         try:
             self._process = _start(module, dict(environment or {}), (given, printed, replied))
+        except BaseException:
+            for pipe in (self._requests, self._output, self._replies):
+                pipe.close()
+            raise
         finally:
             for descriptor in (given, printed, replied):
                 os.close(descriptor)
@@ -147,10 +151,8 @@ class Child:
         finally:
             self.kill()
             self._process.wait()
-            self._log_thread.join(timeout=2)
-            self._reply_thread.join(timeout=2)
-            self._replies.close()
-            self._output.close()
+            for thread in (self._log_thread, self._reply_thread):
+                thread.join(timeout=2)  # a process that left the group may hold the other end
 
     def kill(self) -> None:
         """SIGKILL to the whole process group; a request that is under way is refused, not worth a retry."""
@@ -176,11 +178,12 @@ class Child:
         self.close()
 
     def _forward_log(self) -> None:
-        for line in self._output:
-            text = line.rstrip()
-            if text:
-                self._tail.append(text)
-                logger.info("[%s %d] %s", self.module.rsplit(".", 1)[-1], self.pid, text)
+        with self._output:
+            for line in self._output:
+                text = line.rstrip()
+                if text:
+                    self._tail.append(text)
+                    logger.info("[%s %d] %s", self.module.rsplit(".", 1)[-1], self.pid, text)
 
     @contextmanager
     def _inbox(self) -> Iterator[tuple[int, "queue.SimpleQueue[Message | None]"]]:
@@ -199,14 +202,15 @@ class Child:
                 del self._inboxes[number]
 
     def _forward_replies(self) -> None:
-        for line in self._replies:
-            if not line.endswith("\n"):  # killed while it wrote
-                break
-            message = json.loads(line)
-            with self._inboxes_lock:
-                inbox = self._inboxes.get(message.pop("number"))
-            if inbox is not None:
-                inbox.put(message)
+        with self._replies:
+            for line in self._replies:
+                if not line.endswith("\n"):  # killed while it wrote
+                    break
+                message = json.loads(line)
+                with self._inboxes_lock:
+                    inbox = self._inboxes.get(message.pop("number"))
+                if inbox is not None:
+                    inbox.put(message)
         with self._inboxes_lock:
             self._ended = True
             for inbox in self._inboxes.values():
@@ -217,7 +221,7 @@ class Child:
         if self._killed:
             return JobRefusedError(f"{self.module} (process {self.pid}) was stopped")
         self._log_thread.join(timeout=2)
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        how = f"signal {_signal_name(-code)}" if code < 0 else f"exit status {code}"
         said = "; its last lines: " + " | ".join(self._tail) if self._tail else ""
         return JobFailedError(
             f"{self.module} (process {self.pid}) ended by {how} in mid-work{said}"
@@ -226,9 +230,17 @@ class Child:
 
 def kill_children() -> None:
     """End all children of this process at once: for a run that was stopped, whose threads wait for them."""
+    forks.give_up()
     for child in list(_children):
         if child.alive:
             child.kill()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return str(number)
 
 
 def _start(module: str, environment: dict[str, str], descriptors: Descriptors) -> Process:
@@ -236,7 +248,9 @@ def _start(module: str, environment: dict[str, str], descriptors: Descriptors) -
     if forks.AVAILABLE:
         try:
             return forks.spawn(module, environment, descriptors)
-        except OSError as error:  # no seed, or this process has no directory any more
+        except forks.StoppedError as error:
+            raise JobRefusedError(f"{module} was stopped before it began") from error
+        except (ConnectionError, FileNotFoundError) as error:  # no seed, or no directory any more
             logger.debug("%s: %s starts alone", error, module)
     given, printed, replied = descriptors
     return start_process(

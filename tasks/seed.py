@@ -14,6 +14,7 @@ import os
 import selectors
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,14 @@ def serve(connection: socket.socket) -> Request | None:
                     asked = False
                     ready.unregister(connection)
                     continue
+                request = json.loads(data)
                 pid = _fork(descriptors)
                 if pid == 0:
                     os.setpgid(0, 0)
                     connection.close()
                     for descriptor in waiting.values():
                         os.close(descriptor)
-                    return {**json.loads(data), "seed": seed, "descriptors": list(descriptors)}
+                    return {**request, "seed": seed, "descriptors": list(descriptors)}
                 for descriptor in descriptors:
                     os.close(descriptor)
                 if pid != NOT_FORKED:
@@ -77,7 +79,7 @@ def serve(connection: socket.socket) -> Request | None:
                         os.setpgid(pid, pid)
                     waiting[pid] = os.pidfd_open(pid)
                     ready.register(waiting[pid], selectors.EVENT_READ, pid)
-                _tell(connection, {"pid": pid})
+                _tell(connection, {"number": request["number"], "pid": pid})
     return None
 
 
@@ -103,9 +105,17 @@ def become(request: Request) -> None:
     os.environ.update({PARENT_PID: str(request["seed"]), REPLY_FD: str(replied)})
     os.chdir(request["directory"])
     _show_command([sys.executable, "-m", "tasks.child", request["module"]])
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) and "torch" in sys.modules:  # as OpenMP reads it
-        sys.modules["torch"].set_num_threads(int(threads))
+    if "torch" in sys.modules:
+        _take_on_threads(sys.modules["torch"])
+        sys.modules["torch"].default_generator.seed()  # or unseeded draws were the same in all
+        sys.modules["numpy"].random.seed()
+
+
+def _take_on_threads(torch: Any) -> None:
+    """As OpenMP reads it: the first of a list, what is no number is passed over; no more than there are cores."""
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if threads.isdecimal() and int(threads):
+        torch.set_num_threads(min(int(threads), os.cpu_count() or 1))
 
 
 def _show_command(words: list[str]) -> None:
@@ -129,6 +139,7 @@ if __name__ == "__main__":
         become(wanted)
         child.serve(wanted["module"])
         # Not by taking down the interpreter: that touches, and so copies, all that is shared with the seed.
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(0)

@@ -17,7 +17,7 @@ _may_write = threading.Event()
 Reply = dict[str, Any]
 
 
-def run(  # noqa: C901 - it does many things
+def run(  # noqa: C901, PLR0911, PLR0912 - it does many things
     request: dict[str, Any], progress: ProgressCallback
 ) -> Reply | Callable[[], Reply]:
     match request["do"]:
@@ -37,6 +37,15 @@ def run(  # noqa: C901 - it does many things
         case "grandchild":
             process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             return {"pid": process.pid}
+        case "detached":
+            command = [sys.executable, "-c", "import time; time.sleep(600)"]
+            return {"pid": subprocess.Popen(command, start_new_session=True).pid}
+        case "die by signal":
+            os.kill(os.getpid(), request["number"])
+        case "thread":
+            threading.Thread(target=_write_later, args=(Path(request["path"]),)).start()
+        case "random":
+            return _random()
         case "write behind":
             progress({"computing": True})
             return lambda: {"written": _may_write.wait(timeout=60)}
@@ -49,6 +58,18 @@ def run(  # noqa: C901 - it does many things
         case "surroundings":
             return _surroundings()
     return {}
+
+
+def _write_later(path: Path) -> None:
+    time.sleep(0.5)
+    path.write_text("written")
+
+
+def _random() -> Reply:
+    import numpy as np
+    import torch
+
+    return {"numpy": np.random.rand(), "torch": torch.rand(1).item()}
 
 
 def _end(status: int | None) -> None:

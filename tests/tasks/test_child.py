@@ -74,6 +74,26 @@ def test_a_killed_child_is_an_error_with_the_signal_and_its_last_words() -> None
             child.request({"do": "echo", "value": 1})
 
 
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    with Child(MODULE) as child, pytest.raises(JobFailedError, match="ended by signal 40"):
+        child.request({"do": "die by signal", "number": 40})
+
+
+def test_closing_does_not_wait_for_a_process_that_left_the_group_with_the_output() -> None:
+    child = Child(MODULE)
+    left = child.request({"do": "detached"})["pid"]
+    began = time.monotonic()
+    child.close()
+    assert time.monotonic() - began < 10
+    os.kill(left, signal.SIGKILL)
+
+
+def test_a_thread_of_a_job_ends_its_work_before_the_process_ends(tmp_path: Path) -> None:
+    with Child(MODULE) as child:
+        child.request({"do": "thread", "path": str(tmp_path / "file")})
+    assert (tmp_path / "file").read_text() == "written"
+
+
 def test_closing_a_child_ends_what_it_has_started() -> None:
     with Child(MODULE) as child:
         grandchild = child.request({"do": "grandchild"})["pid"]

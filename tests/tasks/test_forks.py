@@ -1,14 +1,18 @@
 """The process that jobs are forked from: what it shares, when another takes its place, and what its loss means."""
 
+import contextlib
 import os
+import resource
 import signal
+import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tasks import forks
-from tasks.child import Child, JobFailedError
+from tasks.child import Child, JobFailedError, JobRefusedError, kill_children
 from tests.tasks.test_child import MODULE, wait_until_gone
 
 pytestmark = pytest.mark.skipif(not forks.AVAILABLE, reason="needs Linux's pidfd")
@@ -46,6 +50,114 @@ def test_a_job_has_the_environment_directory_and_threads_of_now(monkeypatch, tmp
 def test_a_number_of_threads_that_is_none_is_passed_over(value):
     with Child(MODULE, {"OMP_NUM_THREADS": value}) as child:
         assert child.request({"do": "surroundings"})["threads"] >= 1
+
+
+@pytest.mark.parametrize(("value", "threads"), [("1,2", 1), ("1000", os.cpu_count())])
+def test_of_a_list_of_threads_the_first_counts_and_cores_are_the_limit(value, threads):
+    with Child(MODULE, {"OMP_NUM_THREADS": value}) as child:
+        assert child.request({"do": "surroundings"})["threads"] == threads
+
+
+def test_a_variable_of_one_job_that_imports_read_counts(tmp_path):
+    with Child(MODULE, {"HF_HOME": str(tmp_path)}) as child:
+        assert seed_of(child) == os.getpid()  # it is no fork
+        assert child.request({"do": "surroundings"})["environment"]["HF_HOME"] == str(tmp_path)
+
+
+def test_what_is_drawn_without_a_seed_differs_from_fork_to_fork():
+    found = []
+    for _ in range(2):
+        with Child(MODULE) as child:
+            found.append(child.request({"do": "random"}))
+    assert found[0]["numpy"] != found[1]["numpy"]
+    assert found[0]["torch"] != found[1]["torch"]
+
+
+@pytest.fixture
+def importing_seed(monkeypatch, tmp_path):
+    """The next job needs a seed that has yet to import everything."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+
+
+def test_a_wait_that_is_broken_off_leaves_its_answer_to_nobody_else(importing_seed):
+    def ring(*_):
+        raise TimeoutError("rung")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(TimeoutError, match="rung"):
+            Child(MODULE)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with Child(MODULE) as first, Child(MODULE) as second:
+        for child in (first, second):
+            assert child.alive
+            assert child.request({"do": "echo", "value": 1})["pid"] == child.pid
+        jobs = {one.pid for one in psutil.Process(seed_of(first)).children()}
+        assert jobs == {first.pid, second.pid}
+
+
+def test_stopping_all_jobs_ends_the_wait_for_one_that_is_not_there_yet(importing_seed):
+    threading.Timer(1.0, kill_children).start()
+    began = time.monotonic()
+    with pytest.raises(JobRefusedError, match="was stopped before it began"):
+        Child(MODULE)
+    assert time.monotonic() - began < 4
+    with Child(MODULE) as child:  # another run of this process may have jobs
+        assert child.request({"do": "echo", "value": 1})["value"] == 1
+
+
+@pytest.mark.parametrize("free", range(5, 12))
+def test_without_descriptors_a_job_is_refused_and_later_ones_are_not(free):
+    with Child(MODULE) as child:
+        assert child.alive
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = psutil.Process().num_fds()
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    filler = [os.dup(0) for _ in range(max(0, highest - used))]  # no gaps below the limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + free, limits[1]))
+    try:
+        with contextlib.suppress(OSError), Child(MODULE) as child:
+            assert child.request({"do": "echo", "value": 1})["value"] == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in filler:
+            os.close(descriptor)
+    with Child(MODULE) as child:
+        assert child.request({"do": "echo", "value": 1})["value"] == 1
+
+
+def test_the_death_of_a_job_is_seen_although_its_seed_is_stopped(monkeypatch):
+    monkeypatch.setattr(forks, "EXIT_SECONDS", 0.5)
+    monkeypatch.setattr(forks, "ANSWER_SECONDS", 2.0)
+    child = Child(MODULE)
+    seed = seed_of(child)
+    os.kill(seed, signal.SIGSTOP)
+    os.kill(child.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(JobFailedError, match="exit status 255"):
+        child.request({"do": "sleep"})
+    child.close()
+    # one that does not answer is given up, and the job starts alone
+    with Child(MODULE) as alone:
+        assert seed_of(alone) == os.getpid()
+    assert time.monotonic() - began < 20
+    assert wait_until_gone(seed)
+
+
+def test_a_job_is_watched_with_more_descriptors_than_select_takes():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2000), limits[1]))
+    many = [os.dup(0) for _ in range(1100)]
+    try:
+        with Child(MODULE) as child:
+            assert child.alive
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_variable_that_imports_read_gets_another_seed_and_others_do_not(monkeypatch, tmp_path):

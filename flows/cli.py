@@ -115,11 +115,16 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from flows.run_records import expected_artifacts  # noqa: PLC0415
     from flows.settings import load_settings  # noqa: PLC0415
+    from storage.store import Store  # noqa: PLC0415
     from tasks.verify import verify_store  # noqa: PLC0415
 
-    settings = load_settings(options.file, options.set)
-    checked, problems = verify_store(settings.store, deep=options.deep, repair=options.repair)
+    store = Store(load_settings(options.file, options.set).store)
+    expected = expected_artifacts(store)
+    checked, problems = verify_store(
+        store.url, deep=options.deep, repair=options.repair, expected=expected
+    )
     for problem in problems:
         print(problem)
     how = "digests" if options.deep else "sizes"

@@ -60,6 +60,8 @@ class Plan:
     removals: tuple[Removal, ...]
     runs: tuple[Record, ...]
     """Runs whose records go."""
+    stripped: tuple[Record, ...]
+    """Runs that stay, without their captured states."""
     left_bytes: int
     seen: frozenset[str]
     """Ids of all runs when the plan was made."""
@@ -107,9 +109,11 @@ def plan_prune(store: Store, choice: Choice, *, now: datetime | None = None) -> 
     removals = [Removal(p, sizes[p], _reason(owners[p], choice)) for p in going(given_up)]
     kept = set(open_paths) - {removal.path for removal in removals}
     removals += _abandoned(store, {path: survey[path] for path in sorted(kept)})
+    given_up_records = tuple(r for r in records if r["run"] in given_up)
     return Plan(
         removals=tuple(removals),
-        runs=() if choice.states_only else tuple(r for r in records if r["run"] in given_up),
+        runs=() if choice.states_only else given_up_records,
+        stripped=given_up_records if choice.states_only else (),
         left_bytes=total - sum(removal.bytes for removal in removals),
         seen=frozenset(record["run"] for record in records),
     )
@@ -123,6 +127,8 @@ def carry_out(store: Store, plan: Plan) -> None:
     new = {record["run"] for record in read_all(store)} - plan.seen
     if new:
         raise ValueError(f"the run {min(new)} has begun meanwhile; prune again")
+    for record in plan.stripped:
+        store.write_json(run_record(record["run"]), {**record, "states_pruned": True})
     for removal in plan.removals:
         artifacts.remove_all(store, removal.path)
     for parent in {removal.path.rsplit("/", 1)[0] for removal in plan.removals}:
@@ -254,7 +260,7 @@ def _places_of_live_runs(records: Sequence[Record]) -> set[str]:
 def _abandoned(store: Store, kept: Survey) -> list[Removal]:
     """What killed attempts have left beside artifacts that stay."""
     return [
-        Removal(f"{path}/{attempt}", below.get(attempt, 0), "left by a killed run")
+        Removal(f"{path}/{attempt}", below.get(attempt, 0), "left by a killed run, or set aside")
         for path, below in kept.items()
         if store.is_local or len(below) > 2  # else there are a manifest and its attempt
         for attempt in artifacts.abandoned(store, path, age=timedelta(0))

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from storage import drafts
 from storage.layout import (
     BATCH_SIZES,
     CAPTURE_PLAN,
@@ -71,6 +72,25 @@ def read_all(store: Store) -> list[Record]:
             )
         records += [record] if record is not None else []
     return sorted(records, key=lambda record: str(record["run"]))
+
+
+def expected_artifacts(store: Store) -> dict[str, str]:
+    """Return path -> who refers to it, of all that has to be in a store: for the newest run of each name that was
+    completed, and for the drafts in service. Captured states that were pruned on purpose are left out.
+    """
+    newest = {r["name"]: r for r in list_records(store.url) if r["state"] == "completed"}
+    expected = {
+        path: f"run {record['run']}"
+        for record in newest.values()
+        for name, stage in record["stages"].items()
+        if not (name == "capture" and record.get("states_pruned"))
+        for path in stage["parts"]
+    }
+    for draft in drafts.names(store):
+        promotion = drafts.current(store, draft)
+        if promotion is not None:
+            expected |= dict.fromkeys(promotion.artifacts, f"the draft {draft} in service")
+    return expected
 
 
 def is_live(record: Record) -> bool:

@@ -1,14 +1,19 @@
 """Check every artifact of a store: sizes, or with `deep` every byte against its digest."""
 
+from collections.abc import Mapping
+
 from storage import artifacts
 from storage.artifacts import ArtifactError
 from storage.layout import MANIFEST_NAME
 from storage.store import Store
 
 
-def verify_store(url: str, *, deep: bool, repair: bool = False) -> tuple[int, list[str]]:
+def verify_store(
+    url: str, *, deep: bool, repair: bool = False, expected: Mapping[str, str] | None = None
+) -> tuple[int, list[str]]:
     """Return the number of artifacts and one sentence for each thing that is wrong.
 
+    `expected` says who refers to which artifacts: those have to be there.
     Changes nothing, unless `repair` sets aside what is wrong: the next run makes that anew.
     """
     store = Store(url)
@@ -16,7 +21,11 @@ def verify_store(url: str, *, deep: bool, repair: bool = False) -> tuple[int, li
         raise ValueError(f"there is no store at {store.url}; correct the settings' store")
     suffix = f"/{MANIFEST_NAME}"
     paths = sorted(name.removesuffix(suffix) for name in store.sizes("") if name.endswith(suffix))
-    problems = []
+    problems = [
+        f"{path}: it is missing, and {owner} refers to it; run its settings again to make it anew"
+        for path, owner in (expected or {}).items()
+        if path not in set(paths)
+    ]
     for path in paths:
         found = _problems(store, path, deep=deep)
         problems += found

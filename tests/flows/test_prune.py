@@ -274,6 +274,7 @@ def test_of_two_real_runs_on_the_same_states_one_is_given_up_and_the_other_reuse
 
     capsys.readouterr()
     assert main(["prune", file, "--states"]) == 0
+    assert main(["verify", file]) == 0  # they are not missed
     assert manifests(copy.store, "capture") == {}
     assert (Path(second["speculator"]) / "model.safetensors").is_file()
     record = run_flow(other, prefect_api)

@@ -195,6 +195,24 @@ def test_what_verify_finds_in_reused_artifacts_it_sets_aside_and_the_next_run_ma
     assert main(["verify", file, "--deep"]) == 0
 
 
+@pytest.mark.parametrize("stage", ["collect", "capture", "export"])
+def test_verify_misses_what_a_run_refers_to_until_it_is_made_anew(
+    tiny, tmp_path, prefect_api, capsys, stage
+):
+    copy = tiny.copy(tmp_path)
+    file = str(write_settings(copy.values, tmp_path / "settings.yaml"))
+    assert main(["verify", file]) == 0
+    gone = Path(max(manifests(copy.store, stage))).parent
+    shutil.rmtree(copy.store / gone)
+
+    assert main(["verify", file]) == 1
+    out = capsys.readouterr().out
+    who = "the draft verifier in service" if stage == "export" else f"run {tiny.result['run']}"
+    assert f"{gone}: it is missing, and {who} refers to it; run its settings again" in out
+    assert computed(run_flow(copy.values, prefect_api)) == [stage]
+    assert main(["verify", file]) == 0
+
+
 def check_repaired(record: dict[str, Any], log: str, tiny: TinyRun) -> None:
     assert "is corrupt; going through the stages again to make it anew" in log
     assert log.count("is set aside: ") == 1

@@ -111,6 +111,7 @@ class RunRecord:
             "acceptance": acceptance,
             "promotion": promotion,
         }
+        del self.record["at"]
         self._close()
         create_table_artifact(
             key="stages",
@@ -134,7 +135,6 @@ class RunRecord:
             logger.warning("the record of the run stays as it was: %s", problem)
 
     def _close(self) -> None:
-        self.record.pop("at", None)
         self.record["seconds"] = round(time.monotonic() - self._started, 1)
         self._save()
 

@@ -167,7 +167,7 @@ def render_record(record: Record) -> str:
     """Return the stages of one run as a table."""
     lines = [f"{record['run']}  {record['name']}  {record['state']}  from {record['started_at']}"]
     if record.get("error"):
-        lines.append(f"error: {record['error']}")
+        lines.append(f"in {record.get('at', 'the run')}: {record['error']}")
     lines.append(f"{'stage':<16} {'state':<9} {'rows':>9} {'seconds':>8}  key")
     for name, entry in record["stages"].items():
         lines.append(

@@ -21,7 +21,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from tasks.eagle3.batches import PackedBatch, pack  # noqa: E402
 from tasks.eagle3.draft import Eagle3DraftModel, trainable_parameters  # noqa: E402
-from tests.benchmarks.bench_train_gpu import (  # noqa: E402
+from tests.benchmarks.gpu_sides import (  # noqa: E402
     DOCUMENT,
     SHAPES,
     Forward,

@@ -340,3 +340,16 @@ def test_a_failure_ends_with_status_1_and_its_cause_in_the_last_line(tiny, tmp_p
     assert debug.returncode == 1
     assert "Traceback" in debug.stderr
     assert "vocab.draft_size 1000 exceeds" in debug.stderr.splitlines()[-1]
+
+
+def test_status_says_in_which_stage_a_run_failed_and_why(tiny, tmp_path, prefect_api, capsys):
+    copy = tiny.copy(tmp_path)
+    values = copy.changed(data={"sources": [str(tmp_path / "nosuch.jsonl")]})
+    with pytest.raises(ValueError, match=r"nosuch\.jsonl"):
+        run_flow(values, prefect_api)
+    assert main(["status", "--store", str(copy.store)]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert " failed " in last
+    assert " collect" in last
+    assert main(["status", "latest", "--store", str(copy.store)]) == 0
+    assert "in collect: " in capsys.readouterr().out

@@ -92,7 +92,6 @@ def promote(
         "run": run,
         "speculator": exported.path,
         "speculator_key": exported.key,
-        "location": artifacts.location(store, exported),
         "acceptance_length": evaluation.facts["acceptance_length"],
         "artifacts": [exported.path, *recipe.artifacts],
         "recipe": asdict(recipe),
@@ -102,11 +101,13 @@ def promote(
         wanted = Identity(**now.decided)
         known = artifacts.find(store, wanted)
         made = known or _write_down(store, wanted, candidate, dict(now.decision))
-        if now.location != candidate["location"]:  # it was lost, and exported anew
-            drafts.promote(store, replace(now, location=candidate["location"]))
+        location = artifacts.location(store, exported)
+        if now.location != location:  # it was lost, and exported anew
+            drafts.promote(store, replace(now, location=location))
         return StageResult((made,), reused=known is not None, notes={"in service": True})
     before = None
-    if now is not None and settings.enabled:
+    against = _why_not_at_all(prompts, settings)
+    if now is not None and not against:
         before = _evaluate_again(store, now, prompts, gpu_policy)
     if before is not None:
         inputs["before"] = before.content
@@ -120,7 +121,7 @@ def promote(
         distinct_bigrams=evaluation.facts["distinct_bigrams"],
         limits=settings.limits(),
     )
-    decision = _decision(draft, verdict, now, enabled=settings.enabled)
+    decision = _decision(draft, verdict, now, against)
     if decision["promoted"]:
         put_in_service(store, candidate, decision, decided=wanted, by="gate")
     made = _write_down(store, wanted, candidate, decision)
@@ -161,6 +162,7 @@ def put_in_service(
     now = drafts.current(store, candidate["draft"])
     promotion = Promotion(
         **{**candidate, "artifacts": tuple(candidate["artifacts"])},
+        location=artifacts.location(store, artifacts.peek(store, candidate["speculator"])),
         name=drafts.new_name(),
         promoted_at=drafts.time_now(),
         by=by,
@@ -222,10 +224,18 @@ def _rounds(store: Store, evaluation: Manifest) -> list[PromptRounds]:
     ]
 
 
+def _why_not_at_all(prompts: Prompts, settings: PromoteSettings) -> list[str]:
+    """What keeps a draft out of service however good it is."""
+    reasons = [] if settings.enabled else ["promote.enabled is false"]
+    if prompts.settings.side == "train":
+        reasons.append("it was evaluated on what it was trained on (evaluate.side is train)")
+    return reasons
+
+
 def _decision(
-    draft: str, verdict: Verdict, now: Promotion | None, *, enabled: bool
+    draft: str, verdict: Verdict, now: Promotion | None, against: list[str]
 ) -> dict[str, Any]:
-    reasons = list(verdict.reasons) or ([] if enabled else ["promote.enabled is false"])
+    reasons = [*against, *verdict.reasons]
     return {
         "draft": draft,
         "promoted": not reasons,

@@ -89,8 +89,15 @@ def test_a_draft_that_passes_takes_the_place_and_can_be_rolled_back_for_good(
     assert serving(served) == served.result["run"]
     assert not again["promotion"]["in service"]
 
+    # by hand, and where it lies by then
+    shutil.rmtree(served.store / record["stages"]["export"]["parts"][0])
+    assert main(["promote", record["run"], "--store", str(served.store)]) == 1
+    assert "run its settings again first" in capsys.readouterr().err
+    anew = run_flow(other, prefect_api)
+    assert computed(anew) == ["export"]
     assert main(["promote", record["run"], "--store", str(served.store)]) == 0
     assert serving(served) == record["run"]
+    assert anew["speculator"] in capsys.readouterr().out
     capsys.readouterr()
     assert main(["drafts", "--json", "--store", str(served.store)]) == 0
     listed = json.loads(capsys.readouterr().out)[NAME]
@@ -114,6 +121,9 @@ def test_a_draft_of_another_name_is_not_compared_and_promotion_can_be_off(served
     assert serving(served) == served.result["run"]
     off = run_flow(served.changed(train={"seed": 6}, promote={"enabled": False}), prefect_api)
     assert off["promotion"]["reasons"] == ["promote.enabled is false"]
+    by_heart = served.changed(train={"seed": 7}, evaluate={"side": "train"}, promote=ANY)
+    (reason,) = run_flow(by_heart, prefect_api)["promotion"]["reasons"]
+    assert reason == "it was evaluated on what it was trained on (evaluate.side is train)"
     assert serving(served) == served.result["run"]
 
 

@@ -20,14 +20,23 @@ QWEN3_8B = {
 
 
 def make_verifier(directory: Path, device: str) -> Path:
-    """A random bf16 model of Qwen3-8B's shape, without a tokenizer: nothing here reads text."""
+    """A random bf16 model of Qwen3-8B's shape, without a tokenizer: nothing here reads text.
+
+    Its layers add little to the embedding: what they round stays small, as in a trained model, and the canary holds.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     make_config: Any = Qwen3Config
+    torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         model = Qwen3ForCausalLM(make_config(**QWEN3_8B))
     torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(std=1.0)
+        for layer in model.model.layers:
+            for out in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                out.weight.div_(math.sqrt(2 * len(model.model.layers)))
     model.save_pretrained(directory)
     return directory
 

@@ -181,9 +181,9 @@ def check_states(  # noqa: PLR0917 - one sample's parts in the order in which th
     of the verifier's own logits, at MAX_PROBED_POSITIONS positions at most (drawn by `generator`,
     else evenly spread), the values of these logits, which a wrong scale, cap or epsilon changes and
     the argmax does not, and `aux` with transformers' own `hidden_states[i]`. A position agrees too
-    when the verifier's own logits tie there within rounding, which is three standard deviations of the
-    difference of two logits, as the two show it at this position, and no more than NEAR_TIE of their spread. One
-    position may always differ: in bf16 two tokens of a short sample can come that close.
+    when the verifier's own logits tie there within rounding, which is twice the difference that the
+    logits of the two show at this position and no more than NEAR_TIE of their spread. One position
+    may always differ: in bf16 two tokens of a short sample can come that close.
 
     Another layer's states are caught below the tolerance of 0.05 too, since the asked layer must be
     the nearest of all.
@@ -252,8 +252,7 @@ def _rounding(rebuilt: Tensor, own: Tensor) -> Tensor:
     """How far the verifier's own logits [P, V] may be apart at each position and still tie: [P]."""
     spread = own.float().std(dim=-1)
     difference = (_centered(rebuilt) - _centered(own.float())).square().mean(dim=-1).sqrt()
-    pairs = math.sqrt(2) * difference  # two logits are compared, and each is off by so much
-    return torch.minimum(3 * pairs, NEAR_TIE * torch.finfo(own.dtype).eps * spread)
+    return torch.minimum(2 * difference, NEAR_TIE * torch.finfo(own.dtype).eps * spread)
 
 
 def _centered(logits: Tensor) -> Tensor:

@@ -77,11 +77,11 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> Callable[[], dic
         states = CapturedStates(*(torch.cat(parts) for parts in zip(*usable, strict=True)))
     canary = None
     if rows:
-        model = _model(where)
-        device = next(model.parameters()).device
-        head = _head(request["store"], request["verifier"], device)
+        head = _head(request["store"], request["verifier"])
         try:
-            canary = check_shard(model, head, tokens, states, layer_ids, codec=settings["codec"])
+            canary = check_shard(
+                _model(where), head, tokens, states, layer_ids, codec=settings["codec"]
+            )
         except CanaryError as error:
             raise CanaryError(f"{wanted.path}, rows [{start}, {stop}): {error}") from error
 
@@ -179,11 +179,14 @@ def check_shard(
 
 
 @functools.cache
-def _head(store_url: str, path: str, device: torch.device) -> VerifierHead:
-    """The verifier's head where the model is: every shard's canary would bring it there otherwise."""
+def _head(store_url: str, path: str) -> VerifierHead:
     store = Store(store_url)
     head = open_head(store, artifacts.require(store, path))
-    return dataclasses.replace(head, head=head.head.to(device))
+    if not torch.cuda.is_available():
+        return head
+    return dataclasses.replace(
+        head, head=head.head.pin_memory()
+    )  # it goes to the GPU for every shard
 
 
 def _model(where: _Where) -> PreTrainedModel:

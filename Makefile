@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check format docs bench-train bench-capture bench-demo clean install
+.PHONY: help demo up down test test-vllm check format docs bench-train bench-capture bench-demo clean install
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,6 +22,12 @@ install: $(INSTALLED) ## make .venv and install everything into it
 
 demo: $(INSTALLED) ## train, evaluate and export a draft for SmolLM2-135M on this machine's CPU
 	$(BIN)/outrider run deployments/smollm2-demo.yaml
+
+up: $(INSTALLED) ## start a Prefect server and a worker, and deploy everything; prints the UI's address
+	$(BIN)/python -m flows.operate up
+
+down: $(INSTALLED) ## stop what make up has started; the database stays
+	$(BIN)/python -m flows.operate down
 
 test: $(INSTALLED) ## run the tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -10,6 +10,7 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.capture_nodes import capture_on_nodes, signs_of_life
+from flows.run_end import explain_end
 from flows.run_log import send_log_to_prefect
 from storage import artifacts
 from storage.manifest import Manifest
@@ -28,7 +29,13 @@ _runner: Any = ThreadPoolTaskRunner(max_workers=16)
 """Of a run on its own: as many threads as one machine has GPUs; those without a worker process wait."""
 
 
-@flow(name="capture-states", persist_result=False, task_runner=_runner)
+@flow(
+    name="capture-states",
+    persist_result=False,
+    task_runner=_runner,
+    on_failure=[explain_end],
+    on_crashed=[explain_end],
+)
 def capture_states(
     store: str,
     plan: str,

@@ -8,13 +8,15 @@ import uuid
 from datetime import UTC, datetime
 from typing import Any
 
-from prefect import Task
+from prefect import Task, runtime
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.context import FlowRunContext
 
 from flows.settings import PipelineSettings
 from flows.stage_page import describe_stage
 from storage.layout import run_record
 from storage.store import Store, StoreError
+from tasks.fingerprint import Fingerprint, record_trained
 from tasks.stage import StageResult, announce
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class RunRecord:
             "run": self.run_id,
             "name": settings.name,
             "state": "running",
+            "flow_run": root_flow_run(),
             "process": {"host": socket.gethostname(), "pid": os.getpid()},
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": settings.model_dump(mode="json"),
@@ -101,7 +104,12 @@ class RunRecord:
         return result
 
     def finish(
-        self, *, speculator: str, acceptance: dict[str, Any], promotion: dict[str, Any]
+        self,
+        *,
+        speculator: str,
+        acceptance: dict[str, Any],
+        promotion: dict[str, Any],
+        trained_on: Fingerprint,
     ) -> dict[str, Any]:
         """Close the record of a run that went through; returns it."""
         self.record |= {
@@ -113,6 +121,7 @@ class RunRecord:
         }
         del self.record["at"]
         self._close()
+        record_trained(self._store, self.record["name"], trained_on, run=self.run_id)
         create_table_artifact(
             key="stages",
             table=[
@@ -140,6 +149,14 @@ class RunRecord:
 
     def _save(self) -> None:
         self._store.write_json(run_record(self.run_id), self.record)
+
+
+def root_flow_run() -> str | None:
+    """The id of the flow run that Prefect's UI lists: of this one, or of the one that called it."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return None
+    return str(runtime.flow_run.root_flow_run_id)
 
 
 def new_run_id() -> str:

@@ -109,6 +109,12 @@ def find_record(store_url: str, run_id: str) -> Record:
         raise ValueError(f"{error} (--store or OUTRIDER_STORE names another store)") from error
 
 
+def record_of_flow_run(store_url: str, flow_run_id: str) -> Record | None:
+    """Return the newest record of a Prefect flow run; a retry of it has one of its own."""
+    found = [r for r in list_records(store_url) if r.get("flow_run") == flow_run_id]
+    return found[-1] if found else None
+
+
 def find_in(records: Sequence[Record], run_id: str, store_url: str) -> Record:
     """Return the one of a store's records with this id or beginning of an id, or the "latest"; else LookupError."""
     if run_id == "latest":

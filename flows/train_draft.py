@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.capture_nodes import check_deployment
 from flows.capture_states import run_capture
+from flows.run_end import explain_end
 from flows.run_log import send_log_to_prefect
 from flows.run_record import RunRecord
 from flows.settings import PipelineSettings
@@ -25,6 +26,7 @@ from tasks.collect import collect
 from tasks.eagle3.draft_plan import check_file, plan_draft
 from tasks.evaluate import Prompts, check_prompts, draft_recipe, evaluate
 from tasks.export import export
+from tasks.fingerprint import take_fingerprint
 from tasks.fit_batch import fit_batch, needs_fitting, settle_batch
 from tasks.gpus import check_there, stop_waiting
 from tasks.load_verifier import load_verifier, open_verifier
@@ -47,7 +49,13 @@ fetch_model = task(
 )(find_model)
 
 
-@flow(name="train-draft", flow_run_name="train-draft {settings.name}", persist_result=False)
+@flow(
+    name="train-draft",
+    flow_run_name="train-draft {settings.name}",
+    persist_result=False,
+    on_failure=[explain_end],
+    on_crashed=[explain_end],
+)
 def train_draft(settings: PipelineSettings, run_id: str | None = None) -> dict[str, Any]:
     """Train, evaluate and export a draft model; reuses every artifact that is there.
 
@@ -112,6 +120,8 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
             warm_start, store, layer_ids, source=settings.train.init, verifier=verifier, draft=draft
         )
 
+    # before the sources are read: what lands from here on is new to whoever compares
+    trained_on = take_fingerprint(settings.data, settings.verifier)
     conversations = run.stage(collect, store, settings.data)
     if settings.data.regenerate:
         conversations = run.stage(
@@ -205,6 +215,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
         speculator=artifacts.location(store, exported.parts[0]),
         acceptance={"before": at_start, "after": at_end},
         promotion={**decision.facts, "in service": decision.notes["in service"]},
+        trained_on=trained_on,
     )
 
 

@@ -9,6 +9,7 @@ checkpoints/<train key>/metrics/entries-<a>-<b>/ metrics [a, b) of the past, whi
 drafts/<verifier>/current.json                   which draft is in service
 drafts/<verifier>/promotions/<time>-<random>.json  each that ever was, and why
 run_records/<run>.json                           what each run did
+trained/<settings>.json                          what the last completed run of these settings was trained on
 <tracker>/<train key>/...                        what a tracker such as tensorboard keeps on this disk
 """
 
@@ -37,6 +38,7 @@ DECISION = "decision"
 SPECULATOR = "speculator"
 DRAFTS = "drafts"
 RUN_RECORDS = "run_records"
+TRAINED = "trained"
 
 CONVERTED = "converted"
 """Model directories made from other formats; in the machine's own cache store."""
@@ -140,6 +142,11 @@ def _draft_directory(draft: str) -> str:
 def run_record(run_id: str) -> str:
     """The file that says what one run did."""
     return f"{RUN_RECORDS}/{_part(run_id)}.json"
+
+
+def trained_file(name: str) -> str:
+    """The file that says what the last completed run of the settings of that name was trained on."""
+    return f"{TRAINED}/{_part(name)}.json"
 
 
 def _part(name: str) -> str:

@@ -63,7 +63,24 @@ def fingerprint_source(url: str) -> str:
     version = next((info[name] for name in VERSION_FIELDS if info.get(name)), None)
     if version is None or _is_local(filesystem):
         return f"xxh3:{_digest(filesystem, path)}"
-    return f"bytes:{info['size']} version:{str(version).strip(chr(34))}"
+    return _stamp(info["size"], version)
+
+
+def stamp_source(url: str) -> str:
+    """Size and version (ETag or time of change) of a file: a look at it that reads none of its content.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    filesystem, path = open_filesystem(url)
+    try:
+        info = filesystem.info(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"the source {url} does not exist") from error
+    version = next((info[name] for name in VERSION_FIELDS if info.get(name)), None)
+    if version is None:  # a kind of file system that keeps neither
+        version = f"xxh3:{_digest(filesystem, path)}"
+    return _stamp(info["size"], version)
 
 
 def read_records(url: str) -> Iterator[tuple[int, Record]]:
@@ -112,6 +129,10 @@ def _expand(url: str) -> list[str]:
         return files
     protocol = fsspec.utils.get_protocol(url)
     return [f"{protocol}://{file.lstrip('/')}" for file in files]
+
+
+def _stamp(size: int, version: object) -> str:
+    return f"bytes:{size} version:{str(version).strip(chr(34))}"
 
 
 def _is_local(filesystem: Any) -> bool:

@@ -84,7 +84,7 @@ def open_model(settings: VerifierSettings) -> LocalFiles | RemoteFiles:
 
     Raises VerifierError when there is no such model.
     """
-    path = _local_path(settings)
+    path = local_path(settings)
     if path is not None:
         return _open_path(settings.model, path)
     if "://" in settings.model:
@@ -97,7 +97,7 @@ def check_local(settings: VerifierSettings) -> None:
 
     Raises VerifierError. What lies elsewhere, and what has to be converted first, is left to `find_model`.
     """
-    path = _local_path(settings)
+    path = local_path(settings)
     if path is None:
         return
     _check_path(settings.model, path)
@@ -109,7 +109,7 @@ def check_local(settings: VerifierSettings) -> None:
 
 def named_for_others(settings: VerifierSettings) -> VerifierSettings:
     """Return the settings as another process finds the same model by them, wherever it was started."""
-    path = _local_path(settings)
+    path = local_path(settings)
     if path is None or settings.model.startswith(PACKAGE_PREFIX):
         return settings
     return settings.model_copy(update={"model": str(path.absolute())})
@@ -126,7 +126,7 @@ def needed_files(files: ModelFiles, *, code: bool) -> list[str]:
     return sorted([*weight_file_names(files), *small_files(files, code=code)])
 
 
-def _local_path(settings: VerifierSettings) -> Path | None:
+def local_path(settings: VerifierSettings) -> Path | None:
     """Return the path on this machine that the settings name; None for the URL of a bucket and for a hub id."""
     source = settings.model
     if source.startswith(PACKAGE_PREFIX):

@@ -1,0 +1,87 @@
+"""What the Prefect server does by itself: landed data starts a retrain, a run that fell silent is marked as crashed."""
+
+from datetime import timedelta
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState, RunDeployment
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+
+from flows.watch_data import EVENT, RESOURCE, RETRAIN
+
+SILENT = timedelta(seconds=90)
+"""Time without a heartbeat (each 30 s) after which a run is lost."""
+HEARTBEAT = "prefect.flow-run.heartbeat"
+ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Paused", "Suspended")
+OUR_STATES = ("NothingNew", "UnderWay", "DataLanded")
+"""Names of final states of our flows: their events are called by them."""
+LOST = (
+    f"gave no sign of life for {SILENT.seconds} s: its process, worker or machine was lost; see that a worker runs, "
+    "then press Retry: all that is in the store is reused"
+)
+
+
+def retrain_on_data(client: SyncPrefectClient) -> AutomationCore:
+    """The event of watch-data starts the deployment retrain with the settings that it brings."""
+    deployment = client.read_deployment_by_name(f"{RETRAIN}/{RETRAIN}")
+    return AutomationCore(
+        name="outrider: retrain when data has landed",
+        description=f"{EVENT} starts {RETRAIN}; runs wait for each other.",
+        enabled=True,
+        trigger=EventTrigger(
+            expect={EVENT},
+            match=ResourceSpecification.model_validate({"prefect.resource.id": f"{RESOURCE}.*"}),
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[
+            RunDeployment(
+                source="selected",
+                deployment_id=deployment.id,
+                parameters={
+                    "settings": _from_event("{{ event.payload.settings | tojson }}"),
+                    "fingerprint": _from_event("{{ event.payload.fingerprint | tojson }}"),
+                },
+            )
+        ],
+    )
+
+
+def crash_silent_runs() -> AutomationCore:
+    """A run whose heartbeats stop before it has ended is marked as crashed."""
+    ends = {f"prefect.flow-run.{name}" for name in (*ENDS, *OUR_STATES)}
+    return AutomationCore(
+        name="outrider: a run that fell silent has crashed",
+        description="For runs with PREFECT_FLOWS_HEARTBEAT_FREQUENCY, as those of outrider's deployments.",
+        enabled=True,
+        trigger=EventTrigger(
+            after={HEARTBEAT},
+            expect={HEARTBEAT, *ends},
+            match=ResourceSpecification.model_validate(
+                {"prefect.resource.id": "prefect.flow-run.*"}
+            ),
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=SILENT,
+        ),
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=LOST)],
+    )
+
+
+def apply_automations(client: SyncPrefectClient) -> None:
+    """Create the automations, or bring them up to date; one that was turned off in the UI stays off."""
+    known = {automation.name: automation for automation in client.read_automations()}
+    for wanted in (retrain_on_data(client), crash_silent_runs()):
+        found = known.get(wanted.name)
+        if found is None:
+            client.create_automation(wanted)
+        else:
+            client.update_automation(found.id, wanted.model_copy(update={"enabled": found.enabled}))
+
+
+def _from_event(template: str) -> dict[str, object]:
+    """A parameter that the server reads as JSON out of the event."""
+    return {"__prefect_kind": "json", "value": {"__prefect_kind": "jinja", "template": template}}

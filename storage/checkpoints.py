@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
 
 from storage import artifacts
@@ -26,10 +27,12 @@ from storage.layout import (
     checkpoint_directory,
     metrics_directory,
     parse_step,
+    segments_directory,
     steps_directory,
 )
 from storage.manifest import Manifest, canonical_json, digest_file
 from storage.store import Store, StoreError
+from storage.tensor_files import AbandonedError
 
 if TYPE_CHECKING:  # torch takes seconds to import and most readers of a store need none
     import torch
@@ -66,15 +69,16 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one training in a store. For one thread at a time."""
+    """The checkpoints of one training in a store. For one thread at a time, besides `abandon`."""
 
     def __init__(self, store: Store, training: Identity) -> None:
         self._store, self._training, self._key = store, training, training.key
+        self._abandoned = Event()
         self._best: Manifest | None = None
         self._sealed_entries = 0
 
-    def save(self, checkpoint: Checkpoint) -> Manifest:
-        """Store a checkpoint; a process killed on the way leaves none.
+    def save(self, checkpoint: Checkpoint) -> Manifest | None:
+        """Store a checkpoint; a process killed on the way leaves none. None when it was abandoned.
 
         Raises:
             ValueError: state or history are no JSON, or the best weights were neither given nor stored before.
@@ -82,6 +86,17 @@ class Checkpoints:
         """
         state_json = canonical_json(dict(checkpoint.state), name="state")
         canonical_json(list(checkpoint.history[self._sealed_entries :]), name="history")
+        try:
+            return self._save(checkpoint, state_json)
+        except AbandonedError:
+            logger.info("the checkpoint of step %d is not needed any more", checkpoint.step)
+            return None
+
+    def abandon(self) -> None:
+        """Give up a checkpoint that is being saved, in another thread, and every one after it."""
+        self._abandoned.set()
+
+    def _save(self, checkpoint: Checkpoint, state_json: str) -> Manifest:
         self._save_best(checkpoint)
         self._seal(checkpoint.history)
         tail = canonical_json(list(checkpoint.history[self._sealed_entries :]))
@@ -168,6 +183,14 @@ class Checkpoints:
             logger.warning("old checkpoints of %s stay for now: %s", self._key, error)
         return steps[:-keep]
 
+    def remove_all(self) -> None:
+        """Delete them, when the training is completed and published. A failure to delete is logged."""
+        try:
+            for place in (steps_directory, segments_directory, bests_directory):
+                artifacts.remove_all(self._store, place(self._key))
+        except (StoreError, ArtifactError) as error:
+            logger.warning("checkpoints of %s stay for now: %s", self._key, error)
+
     def _prune_bests(self, kept: Sequence[int]) -> None:
         manifests = [
             artifacts.peek(self._store, checkpoint_directory(self._key, step)) for step in kept
@@ -223,7 +246,7 @@ class Checkpoints:
         replaced = self._attempts(identity.path)
         with write(self._store, identity) as writer:
             if tensors:
-                writer.add_tensors(TENSORS_FILE, _on_cpu(tensors))
+                writer.add_tensors(TENSORS_FILE, _on_cpu(tensors), abandoned=self._abandoned.is_set)
             for name, content in files.items():
                 writer.add_bytes(name, content)
             rows = len(tensors) if rows is None else rows

@@ -103,9 +103,14 @@ def best_directory(train_key: str, step: int) -> str:
     return f"{bests_directory(train_key)}/step-{step:09d}"
 
 
+def segments_directory(train_key: str) -> str:
+    """Where the metrics of one training lie, in segments."""
+    return f"{CHECKPOINTS}/{_part(train_key)}/metrics"
+
+
 def metrics_directory(train_key: str, start: int, stop: int) -> str:
     """Where the entries [start, stop) of a training's metrics lie."""
-    return f"{CHECKPOINTS}/{_part(train_key)}/metrics/entries-{start:09d}-{stop:09d}"
+    return f"{segments_directory(train_key)}/entries-{start:09d}-{stop:09d}"
 
 
 def parse_step(name: str) -> int:

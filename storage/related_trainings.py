@@ -6,45 +6,53 @@ from typing import Any
 
 from storage import artifacts
 from storage.artifacts import ArtifactError, Identity
-from storage.layout import CHECKPOINTS, MANIFEST_NAME, checkpoint_directory, parse_step
+from storage.layout import CHECKPOINTS, MANIFEST_NAME
+from storage.manifest import Manifest
 from storage.store import Store
 
-_CHECKPOINT = re.compile(rf"([^/]+)/steps/(step-\d{{9,}})/{re.escape(MANIFEST_NAME)}")
+_MANIFEST = re.compile(rf"([^/]+)(?:/steps/step-\d{{9,}})?/{re.escape(MANIFEST_NAME)}")
+"""Of a completed training, or of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class RelatedTraining:
-    """A training with checkpoints that has the inputs of another one."""
+    """A training, completed or with checkpoints, that has the inputs of another one."""
 
     directory: str
     """Where it lies in the store."""
     step: int
-    """Of its last checkpoint."""
+    """How far it has come."""
     differences: dict[str, tuple[Any, Any]]
     """Setting -> its value there, and here; None where one has no such setting."""
 
 
 def related_trainings(store: Store, training: Identity, *, group: str) -> list[RelatedTraining]:
-    """Trainings with checkpoints that differ in settings of the group `group` and in nothing else.
+    """Trainings, completed or with checkpoints, that differ in settings of the group `group` and in nothing else.
 
     Nearest first: those with the fewest differences, of these the one that got furthest.
     """
-    latest: dict[str, int] = {}
-    for name in store.sizes(CHECKPOINTS):
-        match = _CHECKPOINT.fullmatch(name)
+    paths = {}
+    for name in sorted(store.sizes(CHECKPOINTS)):  # of a training's checkpoints the last one counts
+        match = _MANIFEST.fullmatch(name)
         if match is not None and match[1] != training.key:
-            latest[match[1]] = max(latest.get(match[1], 0), parse_step(match[2]))
+            paths[match[1]] = f"{CHECKPOINTS}/{name.removesuffix(f'/{MANIFEST_NAME}')}"
     found = []
-    for key, step in latest.items():
+    for key, path in paths.items():
         try:
-            facts = artifacts.peek(store, checkpoint_directory(key, step)).facts
+            manifest = artifacts.peek(store, path)
         except ArtifactError:
             continue  # pruned meanwhile, or unreadable: whoever resumes it will be told
-        there = facts.get("training")
+        completed = path == f"{CHECKPOINTS}/{key}"
+        there = _identity(manifest) if completed else manifest.facts.get("training")
+        step = manifest.rows if completed else manifest.settings["step"]
         differences = None if there is None else _differences(there, training, group)
         if differences:
             found.append(RelatedTraining(f"{CHECKPOINTS}/{key}", step, differences))
     return sorted(found, key=lambda one: (len(one.differences), -one.step, one.directory))
+
+
+def _identity(completed: Manifest) -> dict[str, Any]:
+    return {name: getattr(completed, name) for name in ("version", "settings", "inputs")}
 
 
 def _differences(

@@ -6,7 +6,7 @@ of the tensors). The bytes are those that safetensors' own `save_file` writes.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,17 +39,23 @@ _DTYPES = {
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES.values())}
 
 
+class AbandonedError(Exception):
+    """A file is not needed any more while it is written."""
+
+
 def write_tensors(
     path: Path,
     tensors: Mapping[str, "torch.Tensor"],
     *,
     metadata: Mapping[str, str] | None = None,
+    abandoned: Callable[[], bool] = lambda: False,
 ) -> str:
     """Write contiguous CPU tensors by name and return the file's digest (xxh3, 128 bits, hexadecimal).
 
     They may share memory. Most of a large file is on the disk when this returns.
 
     Raises:
+        AbandonedError: `abandoned` has become true meanwhile; the file is not complete.
         OSError: the disk is full, or another thing of the system's.
         ValueError: a tensor's dtype is none that is stored here.
     """
@@ -79,9 +85,11 @@ def write_tensors(
         try:
             digest = xxhash.xxh3_128(start)
             for _, piece in pieces:
+                _go_on(abandoned)
                 digest.update(piece)
             while waiting:
                 done, waiting = wait(waiting, timeout=FLUSH_SECONDS)
+                _go_on(abandoned)
                 for written in done:
                     written.result()
                 if waiting:
@@ -101,6 +109,11 @@ def _pieces(ordered: list[tuple[str, "torch.Tensor"]]) -> Iterator[tuple[int, me
         for start in range(0, len(content), PIECE_BYTES):
             yield offset + start, content[start : start + PIECE_BYTES]
         offset += len(content)
+
+
+def _go_on(abandoned: Callable[[], bool]) -> None:
+    if abandoned():
+        raise AbandonedError
 
 
 def _write(descriptor: int, content: memoryview, offset: int) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
@@ -110,10 +110,15 @@ class Writer:
         tensors: Mapping[str, "torch.Tensor"],
         *,
         metadata: Mapping[str, str] | None = None,
+        abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Store a safetensors file of contiguous CPU tensors; they may share memory."""
+        """Store a safetensors file of contiguous CPU tensors; they may share memory.
+
+        AbandonedError when `abandoned` has become true before it is written.
+        """
         with self._writing(name) as path:
-            entry = self._entry(name, path, write_tensors(path, tensors, metadata=metadata))
+            digest = write_tensors(path, tensors, metadata=metadata, abandoned=abandoned)
+            entry = self._entry(name, path, digest)
         self._files[name] = entry
 
     def add_bytes(self, name: str, data: bytes) -> None:

@@ -34,6 +34,8 @@ class Optimizers:
         self._adamw = _make_adamw([p for p in self._parameters if p not in chosen], settings)
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         """Moments of each parameter by name, whichever optimizer they belong to."""
+        self.moments = 1 if self._muons else 2
+        """Of the size of the weights, those of all parameters together."""
         self._all: list[torch.optim.Optimizer] = [*self._muons, self._adamw]
         for optimizer in self._all:
             optimizer.state = self.state

@@ -42,10 +42,17 @@ from tasks.eagle3.training_step import (
 
 LAG = 2
 """Steps that a GPU may be behind before their figures are waited for."""
+BYTES_BESIDE_WEIGHTS = 1 << 20
+"""More than the random states and counters of a checkpoint take."""
 
 
 OnCheckpoint = Callable[[TrainingState], None]
 OnStep = Callable[[int, int, str], None]
+OnFinished = Callable[[], None]
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Training:
@@ -77,10 +84,14 @@ class Training:
         self._optimizer = Optimizers(self.parameters.values(), settings)
         self._initial = {name: _fingerprint(value) for name, value in self.parameters.items()}
         self._best: dict[str, Tensor] = {}
-        self._best_copies = HostCopies(self._device)
+        self._best_copies = HostCopies(
+            self._device, expected_bytes=self._checkpoint_bytes(moments=0)
+        )
         self._best_copied: Any = None  # event of the copy that may still be under way
         self._stored_best_step: int | None = None
-        self._copies = HostCopies(self._device)
+        checkpoints = settings.epoch_checkpoints and settings.epochs > 1
+        expected = self._checkpoint_bytes(moments=self._optimizer.moments) if checkpoints else 0
+        self._copies = HostCopies(self._device, expected_bytes=expected)
         self._checkpoint_due = 0.0
         self.position = Position()
         self._batches_of_epoch = [len(self._batches(epoch)) for epoch in range(settings.epochs)]
@@ -88,13 +99,16 @@ class Training:
         self.total_steps = sum(self._steps_of_epoch)
         ranks.send_gradients(self.parameters.values())
 
-    def run(self, *, on_checkpoint: OnCheckpoint, on_step: OnStep) -> dict[str, Tensor]:
+    def run(
+        self, *, on_checkpoint: OnCheckpoint, on_step: OnStep, on_finished: OnFinished = _nothing
+    ) -> dict[str, Tensor]:
         """Train from the current position to the end; returns the best weights by name.
 
-        `on_checkpoint(state)` is called in a thread every `checkpoint_seconds` and, unless turned off, for each epoch,
-        later or left out while the one before is still being written; what it raises ends the training. Its tensors
-        are copies of the host that are its own until it returns.
-        `on_step(steps done, total steps, note)` is called after every step.
+        `on_checkpoint(state)` is called in a thread every `checkpoint_seconds` and, unless turned off, for each epoch
+        but the last, later or left out while the one before is still being written; what it raises ends the training.
+        Its tensors are copies of the host that are its own until it returns.
+        `on_step(steps done, total steps, note)` is called after every step, `on_finished()` after the last: a
+        checkpoint that is still being written is not needed any more, but is waited for.
         Raises TrainingDivergedError past the budget of non-finite steps.
         """
         allowed = self._settings.max_nonfinite_steps
@@ -114,6 +128,7 @@ class Training:
                     on_step(self.position.step, self.total_steps, self._note())
                     self._offer_checkpoint(writer)
                     self._close_epoch_if_done(writer)
+            on_finished()
         return self._best_weights()
 
     @property
@@ -133,13 +148,9 @@ class Training:
         return tokens / (sum(self._batches_of_epoch) * self._settings.batch_tokens)
 
     def state(self) -> TrainingState:
-        """Return all that the training is made of now; the tensors are no copies.
-
-        A finished one needs its optimizer no more: of what it holds the moments are two thirds.
-        """
+        """Return all that the training is made of now; the tensors are no copies."""
         position = self.position
-        moments = {} if position.finished else self._optimizer.state
-        tensors = collect_tensors(self.parameters, moments)
+        tensors = collect_tensors(self.parameters, self._optimizer.state)
         if position.best_step not in {None, position.step, self._stored_best_step}:
             tensors |= {f"{BEST}{name}": value for name, value in self._best_weights().items()}
         return TrainingState.of(position, tensors, self._unread)
@@ -177,6 +188,11 @@ class Training:
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return means(sums)
+
+    def _checkpoint_bytes(self, *, moments: int) -> int:
+        """Bytes of the weights, their moments and what else lies with them."""
+        weights = sum(value.nbytes for value in self.parameters.values())
+        return weights * (1 + moments) + BYTES_BESIDE_WEIGHTS
 
     def _batches(self, epoch: int) -> list[list[int]]:
         return plan_batches(
@@ -262,12 +278,8 @@ class Training:
             self._checkpoint_due = time.monotonic() + self._settings.checkpoint_seconds
 
     def _checkpoint_epoch(self, writer: CheckpointWriter) -> None:
-        """Begin the checkpoint of an epoch's end, as soon as may be; the last one is waited for."""
-        if not self._settings.epoch_checkpoints:
-            return
-        if self.position.finished:
-            writer.write_now(self.state)
-        else:
+        """Begin the checkpoint of an epoch's end, as soon as may be; a finished training is past needing one."""
+        if self._settings.epoch_checkpoints and not self.position.finished:
             self._checkpoint_due = time.monotonic()
             self._offer_checkpoint(writer)
 

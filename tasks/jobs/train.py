@@ -72,7 +72,9 @@ def _lead(
         started, first_step = time.monotonic(), training.position.step
         watch = TrainingWatch(training, tracking, progress)
         save = checkpoint_saver(checkpoints, keep=settings.keep_checkpoints)
-        best = training.run(on_checkpoint=save, on_step=watch.on_step)
+        best = training.run(
+            on_checkpoint=save, on_step=watch.on_step, on_finished=checkpoints.abandon
+        )
         watch.look()
         seconds = time.monotonic() - started
     steps = training.position.step - first_step
@@ -83,7 +85,7 @@ def _lead(
         with writer.file(METRICS_TABLE, in_content=False) as path:  # it holds times
             write_metrics(path, training.position.history)
         writer.publish(rows=training.position.step, facts=facts)
-    checkpoints.prune(keep=1)
+    checkpoints.remove_all()
 
 
 def _help(request: dict[str, Any], settings: TrainSettings, ranks: Ranks) -> None:
@@ -187,7 +189,7 @@ def checkpoint_saver(checkpoints: Checkpoints, *, keep: int) -> Callable[[Traini
 
     def save(state: TrainingState) -> None:
         own, best = state.parts()
-        checkpoints.save(
+        saved = checkpoints.save(
             Checkpoint(
                 step=state.position.step,
                 tensors=own,
@@ -197,7 +199,8 @@ def checkpoint_saver(checkpoints: Checkpoints, *, keep: int) -> Callable[[Traini
                 best=best,
             )
         )
-        checkpoints.prune(keep=keep)
+        if saved is not None:
+            checkpoints.prune(keep=keep)
 
     return save
 

@@ -1,4 +1,5 @@
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -256,9 +257,41 @@ def test_pruning_removes_what_a_killed_save_left_behind_long_ago(store: Store) -
     assert [store.sizes(directory) for directory in directories] == [{}, {}]
 
 
+def test_a_save_that_is_abandoned_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    checkpoints = opened(store)
+    checkpoints.save(make(10))
+    large = make(20, tensors={"w": torch.ones(1 << 28)})  # 1 GB
+    with ThreadPoolExecutor(1) as thread:
+        saving = thread.submit(checkpoints.save, large)
+        directory = tmp_path / checkpoint_directory(KEY, 20)
+        while not list(directory.glob("attempt-*/*")):
+            assert not saving.done()
+        checkpoints.abandon()
+        assert saving.result() is None
+    assert [path for path in directory.rglob("*") if path.is_file()] == []
+    assert checkpoints.save(make(30)) is None
+    assert latest(store).step == 10
+
+
+def test_of_a_completed_training_no_checkpoint_is_kept(store: Store) -> None:
+    checkpoints = opened(store)
+    history = [{"step": n} for n in range(SEGMENT_ENTRIES)]
+    checkpoints.save(make(10, best_step=10, best=best(10), history=history))
+    with write(store, TRAINING) as writer:
+        writer.add_tensors("draft.safetensors", best(10))
+        writer.publish(rows=20)
+    checkpoints.remove_all()
+    names = {name.rsplit("/", 1)[-1] for name in store.sizes(f"checkpoints/{KEY}")}
+    assert names == {"manifest.json", "draft.safetensors"}
+    assert opened(store).load_latest() is None
+
+
 def test_saving_a_step_again_replaces_it_and_leaves_nothing_of_the_first(store: Store) -> None:
     first = opened(store).save(make(10))
     second = opened(store).save(make(10))
+    assert first is not None
+    assert second is not None
     assert first.content == second.content
     assert opened(store).steps() == [10]
     assert len(store.directories(first.path)) == 1

@@ -2,7 +2,7 @@ from typing import Any
 
 import torch
 
-from storage.artifacts import Identity
+from storage.artifacts import Identity, write
 from storage.checkpoints import Checkpoint, Checkpoints
 from storage.related_trainings import related_trainings
 from storage.store import Store
@@ -40,6 +40,16 @@ def test_trainings_that_differ_in_their_own_settings_alone_are_found_nearest_fir
         (7, {"lr": (0.3, 0.2), "epochs": (4, 3)}),
     ]
     assert found[0].directory == f"checkpoints/{training().key}"
+
+
+def test_a_completed_training_is_found_too(store: Store) -> None:
+    done = training()
+    with write(store, done) as writer:
+        writer.add_bytes("draft", b"weights")
+        writer.publish(rows=24)
+    (found,) = related_trainings(store, training(epochs=4), group="train")
+    assert (found.step, found.differences) == (24, {"epochs": (3, 4)})
+    assert related_trainings(store, done, group="train") == []
 
 
 def test_a_store_without_checkpoints_has_none(store: Store) -> None:

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from storage import artifacts
 from storage.artifacts import Identity, list_manifests
 from storage.checkpoints import CheckpointError
-from storage.layout import DRAFT_FILE, METRICS_TABLE
+from storage.layout import DRAFT_FILE, MANIFEST_NAME, METRICS_TABLE
 from storage.store import Store
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.jobs import train
@@ -116,21 +114,14 @@ def harm(request: Request, step: int) -> None:
     file.write_bytes(content)
 
 
-def test_what_is_published_are_the_best_weights_and_no_checkpoint_doubles_them(request_of) -> None:
+def test_what_is_published_are_the_best_weights_and_no_checkpoint_stays(request_of) -> None:
     request = request_of(epochs=5, lr=0.3)  # so high that the last epoch is not the best
     run(request)
     manifest = artifacts.peek(Store(request["store"]), Identity(**request["identity"]).path)
     scores = [row["acceptance_length"] for row in published(request)[1] if row["validation"]]
     assert manifest.facts["best_epoch"] == 1 + scores.index(max(scores)) < 5
-    (best,) = directory(request).glob("best/step-*/attempt-*/tensors.safetensors")
-    (draft,) = directory(request).glob(f"attempt-*/{DRAFT_FILE}")
-    stored, drafted = load_file(best), load_file(draft)
-    assert stored.keys() == drafted.keys()
-    assert all(torch.equal(stored[name], drafted[name]) for name in stored)
-    (last,) = directory(request).glob("steps/*/attempt-*/tensors.safetensors")
-    trainable = manifest.facts["trainable"]
-    # weights of 4 bytes, of a finished training no moments; the random state and the names are the rest
-    assert 4 * trainable < last.stat().st_size < 4 * trainable + 20_000
+    left = {path.name for path in directory(request).rglob("*") if path.is_file()}
+    assert left == {MANIFEST_NAME, DRAFT_FILE, METRICS_TABLE}
 
 
 def test_a_stopped_training_goes_on_to_the_same_bits_and_keeps_what_it_is_told_to(

@@ -55,7 +55,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_checkpoint_stays
     steps = [step for step, _ in written]
     assert steps[0] == 1
     assert min(steps[1:]) >= 6  # none was begun before the first was written
-    assert steps[-1] == training.total_steps
+    assert steps[-1] <= training.total_steps
     assert most_at_once == 1
     for step, tensors in written:
         for name, value in tensors.items():
@@ -75,26 +75,28 @@ def test_an_error_of_the_writer_ends_the_training_with_its_cause() -> None:
 
 
 def test_an_error_of_the_last_checkpoint_ends_the_training_too() -> None:
-    training = make_training(epochs=1)
+    training = make_training(epochs=2)
+    finished = threading.Event()
 
-    def write(state: TrainingState) -> None:
-        assert state.position.finished
+    def write(_: TrainingState) -> None:
+        assert finished.wait(60)
         raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output error"):
-        training.run(on_checkpoint=write, on_step=lambda *_: None)
+        training.run(on_checkpoint=write, on_step=lambda *_: None, on_finished=finished.set)
 
 
-def test_the_last_checkpoint_is_complete_when_the_training_ends() -> None:
+def test_a_finished_training_begins_no_checkpoint_and_tells_the_one_under_way() -> None:
     written: list[int] = []
+    finished = threading.Event()
 
     def write(state: TrainingState) -> None:
-        time.sleep(0.3)
+        assert finished.wait(60)
         written.append(state.position.step)
 
     training = make_training(epochs=2)
-    training.run(on_checkpoint=write, on_step=lambda *_: None)
-    assert written[-1] == training.total_steps
+    training.run(on_checkpoint=write, on_step=lambda *_: None, on_finished=finished.set)
+    assert written == [training.total_steps // 2]  # that of the first epoch, complete by now
 
 
 def test_a_training_that_fails_completes_the_checkpoint_that_is_under_way() -> None:
@@ -121,7 +123,8 @@ def test_every_checkpoint_is_copied_into_the_same_memory() -> None:
 
     with CheckpointWriter(write, HostCopies(CPU)) as writer:
         for value in (1.0, 2.0, 3.0):
-            writer.write_now(lambda value=value: state_of(value))  # type: ignore[misc]
+            assert writer.offer(lambda value=value: state_of(value))  # type: ignore[misc]
+            writer.wait()
     assert len(places) == 3
     assert len(set(places)) == 1
 

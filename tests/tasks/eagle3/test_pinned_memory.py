@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tasks.eagle3.pinned_memory import pinned_like
+from tasks.eagle3.pinned_memory import PinnedMemory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,7 +13,11 @@ pytestmark = [
 ]
 
 
-def test_it_is_page_locked_and_holds_what_is_copied_to_it() -> None:
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("expected", [0, 100, 1 << 20], ids=["unforeseen", "too small", "foreseen"])
+def test_it_is_page_locked_and_holds_what_is_copied_to_it(expected: int) -> None:
     values = {
         "w": torch.randn(1000, 33, device="cuda"),
         "half": torch.randn(7, device="cuda").bfloat16(),
@@ -21,7 +25,7 @@ def test_it_is_page_locked_and_holds_what_is_copied_to_it() -> None:
         "rng": torch.get_rng_state(),
         "none": torch.empty(0, 4, device="cuda"),
     }
-    memory = pinned_like(values)
+    memory = PinnedMemory(CUDA, expected).like(values)
     for name, value in values.items():
         memory[name].copy_(value, non_blocking=True)
         assert memory[name].is_pinned() or not value.numel()
@@ -34,7 +38,7 @@ def test_it_is_page_locked_and_holds_what_is_copied_to_it() -> None:
 def test_memory_is_given_back_with_its_last_tensor_and_can_be_got_again() -> None:
     value = {"w": torch.ones(64 << 20, device="cuda"), "v": torch.ones(3, device="cuda")}
     for _ in range(40):  # 10 GB, were it kept
-        last = pinned_like(value)["v"]
+        last = PinnedMemory(CUDA, 0).like(value)["v"]
         gc.collect()
         assert last.is_pinned()
-    assert pinned_like({"none": torch.empty(0)})["none"].shape == (0,)
+    assert PinnedMemory(CUDA, 0).like({"none": torch.empty(0)})["none"].shape == (0,)

@@ -11,7 +11,12 @@ from storage import artifacts
 from storage.arrays import read_arrays
 from storage.layout import DRAFT_FILE, VOCAB_FILE
 from storage.store import Store
-from tasks.eagle3.draft import Eagle3DraftModel, build_draft, draft_config
+from tasks.eagle3.draft import (
+    Eagle3DraftModel,
+    Eagle3SpeculatorConfig,
+    build_draft,
+    draft_config,
+)
 from tasks.eagle3.draft_plan import DraftPlan
 from tasks.jobs.verifiers import open_facts, open_head
 
@@ -33,21 +38,9 @@ def make_draft(
 
     It lies on `device`, its embedding and heads on `tables`, by default there too.
     """
-    verifier = artifacts.require(store, parts["verifier"])
-    facts, head = open_facts(store, verifier), open_head(store, verifier)
-    with artifacts.open_file(store, artifacts.require(store, parts["vocab_map"]), VOCAB_FILE) as p:
-        vocab = read_arrays(p)
-    plan = DraftPlan.model_validate(parts["draft"])
-    config = draft_config(
-        facts.text_config,
-        draft_vocab_size=len(vocab["d2t"]),
-        layer_ids=parts["layer_ids"],
-        settings=plan.settings,
-        layer=plan.layer,
-        verifier_name_or_path=verifier_path or parts["directory"],
-        verifier_architectures=facts.architectures,
-        draft_tokens=draft_tokens,
-    )
+    head = open_head(store, artifacts.require(store, parts["verifier"]))
+    vocab = _open_vocab_map(store, parts)
+    config = make_config(store, parts, draft_tokens=draft_tokens, verifier_path=verifier_path)
     return build_draft(
         config,
         embed=head.embed,
@@ -61,6 +54,34 @@ def make_draft(
         tables=tables,
         weights=weights,
     )
+
+
+def make_config(
+    store: Store,
+    parts: dict[str, Any],
+    *,
+    draft_tokens: int = 3,
+    verifier_path: str | None = None,
+) -> Eagle3SpeculatorConfig:
+    """Return the config of `make_draft`'s draft."""
+    facts = open_facts(store, artifacts.require(store, parts["verifier"]))
+    plan = DraftPlan.model_validate(parts["draft"])
+    return draft_config(
+        facts.text_config,
+        draft_vocab_size=len(_open_vocab_map(store, parts)["d2t"]),
+        layer_ids=parts["layer_ids"],
+        settings=plan.settings,
+        layer=plan.layer,
+        verifier_name_or_path=verifier_path or parts["directory"],
+        verifier_architectures=facts.architectures,
+        draft_tokens=draft_tokens,
+    )
+
+
+def _open_vocab_map(store: Store, parts: dict[str, Any]) -> dict[str, np.ndarray]:
+    manifest = artifacts.require(store, parts["vocab_map"])
+    with artifacts.open_file(store, manifest, VOCAB_FILE) as path:
+        return read_arrays(path)
 
 
 def trained_weights(store: Store, path: str) -> dict[str, Tensor]:

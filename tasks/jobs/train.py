@@ -20,10 +20,12 @@ from tasks.child import ProgressCallback
 from tasks.disk_space import check_training_space
 from tasks.eagle3.optimizers import warmup_steps
 from tasks.eagle3.ranks import Ranks
+from tasks.eagle3.rehearsal import Rehearsal
 from tasks.eagle3.training import Training
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_state import Position, TrainingState
-from tasks.jobs.drafts import CPU, make_draft, trained_weights
+from tasks.eagle3.training_step import Precision
+from tasks.jobs.drafts import CPU, make_config, make_draft, trained_weights
 from tasks.jobs.models import resolve_device
 from tasks.jobs.ranks import joined
 from tasks.jobs.samples import open_samples
@@ -115,12 +117,18 @@ def _open_training(
 ) -> Training:
     """Return the training where its newest checkpoint left it, or at its start."""
     store = Store(request["store"])
-    initial = request["initial"]
+    initial, parts = request["initial"], request["draft_parts"]
+    device = _taken(settings.device)
+    transform = open_facts(store, artifacts.require(store, parts["verifier"])).transform
+    precision: Precision = "bf16" if settings.precision == "bf16" else "fp32"
+    rehearsal = Rehearsal(
+        make_config(store, parts), settings, precision=precision, transform=transform, device=device
+    )
     draft = make_draft(
         store,
-        request["draft_parts"],
+        parts,
         seed=settings.seed,
-        device=_taken(settings.device),
+        device=device,
         tables=CPU,  # a step reads some rows of the embedding, and the heads in its own precision
         weights=None if initial is None else trained_weights(store, initial),
     )
@@ -128,16 +136,16 @@ def _open_training(
     if checkpoint is None and not ranks.rank:
         _explain_new_start(store, Identity(**request["identity"]))
     sides = open_samples(stack, store, request, max_tokens=settings.max_tokens)
-    verifier = artifacts.require(store, request["draft_parts"]["verifier"])
+    rehearsal.wait()
     training = Training(
         draft,
         sides["train"],
         sides["val"],
         settings=settings,
-        precision="bf16" if settings.precision == "bf16" else "fp32",
+        precision=precision,
         train_lengths=sides["train"].lengths,
         val_lengths=sides["val"].lengths,
-        transform=open_facts(store, verifier).transform,
+        transform=transform,
         ranks=ranks,
     )
     if checkpoint is not None:

@@ -110,7 +110,9 @@ def measure(
 def run_training(
     draft: Eagle3DraftModel, samples: list[TrainingSample], *, tokens: int, clock: "Clock"
 ) -> float:
-    """This project's training loop, as a run has it; returns the share of time it waited for data."""
+    """This project's training loop, as a run has it; returns the share of time after its first step that it waited
+    for data.
+    """
     lengths = [len(sample.input_ids) for sample in samples]
     steps = sum(lengths) // tokens
     settings = TrainSettings(
@@ -130,9 +132,16 @@ def run_training(
         train_lengths=lengths,
         val_lengths=[],
     )
-    started = time.perf_counter()
-    training.run(on_checkpoint=lambda *_: None, on_step=lambda *_: clock.tick())
-    return training.waited_seconds / (time.perf_counter() - started)
+    started = waited = 0.0
+
+    def on_step(step: int, *_: Any) -> None:
+        nonlocal started, waited
+        clock.tick()
+        if step == 1:
+            started, waited = time.perf_counter(), training.waited_seconds
+
+    training.run(on_checkpoint=lambda *_: None, on_step=on_step)
+    return (training.waited_seconds - waited) / (time.perf_counter() - started)
 
 
 class Clock:

@@ -1,5 +1,6 @@
 """Stage tokenize_chats: conversations -> token ids and loss masks, by the verifier's own chat template."""
 
+import logging
 from collections import Counter
 
 from pydantic import PositiveInt
@@ -12,6 +13,8 @@ from tasks.load_verifier import Verifier
 from tasks.stage import StageResult, build_parts, stage_task
 from tasks.stage_settings import StageSettings
 
+logger = logging.getLogger(__name__)
+
 VERSION = 1
 MODULE = "tasks.jobs.tokenize_chats"
 
@@ -20,7 +23,7 @@ class TokenizeSettings(StageSettings):
     """How conversations become token ids."""
 
     max_tokens: PositiveInt = 2048
-    """Longest sample; what is longer is cut at the end, counted and shown."""
+    """Longest sample, at most the verifier's context; what is longer is cut at the end, counted and shown."""
 
 
 @stage_task
@@ -32,6 +35,14 @@ def tokenize_chats(
     max_dropped: float,
 ) -> StageResult:
     """Tokenize each part of the conversations; supervised are the assistant's words and its end of turn."""
+    context = verifier.facts.context_tokens
+    if settings.max_tokens > context:
+        logger.info(
+            "samples are cut at the verifier's context of %d tokens (tokenize.max_tokens is %d)",
+            context,
+            settings.max_tokens,
+        )
+        settings = settings.model_copy(update={"max_tokens": context})
     wanted = [
         Identity(
             stage=SAMPLES,

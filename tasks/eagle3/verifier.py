@@ -101,6 +101,13 @@ class VerifierFacts(BaseModel):
     parameters: int
     """Values in all weight files; packed integers of a quantized checkpoint count as stored."""
 
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the longest text, by the config, or by a rope that is stretched further than it says."""
+        rope = self.text_config.get("rope_parameters") or self.text_config.get("rope_scaling") or {}
+        original = rope.get("original_max_position_embeddings") or 0
+        return max(self.max_position_embeddings, int(original * (rope.get("factor") or 1)))
+
 
 def read_facts(
     model: Path | ModelFiles, weights: Sequence[WeightFile] | None = None

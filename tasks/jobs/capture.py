@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +18,23 @@ from storage.shards import ShardRows, is_finite, write_shard
 from storage.store import Store
 from tasks.child import ProgressCallback
 from tasks.eagle3.head import VerifierHead
-from tasks.eagle3.hidden_states import CanaryError, CanaryScore, check_states
+from tasks.eagle3.hidden_states import (
+    CanaryError,
+    CanaryScore,
+    check_states,
+    find_decoder,
+    rope_switch,
+)
 from tasks.engines.transformers import CapturedStates, CaptureEngine
 from tasks.jobs.models import check_unchanged, load_model
 from tasks.jobs.verifiers import open_head
 
 logger = logging.getLogger(__name__)
+
+PREFIX_TOKENS = 256
+"""Of a sample that the canary compares."""
+WHOLE_EVERY = 4
+"""The canary compares a whole sample in the first shard and in one of so many others."""
 
 
 class _Where(NamedTuple):
@@ -80,7 +91,13 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> Callable[[], dic
         head = _head(request["store"], request["verifier"])
         try:
             canary = check_shard(
-                _model(where), head, tokens, states, layer_ids, codec=settings["codec"]
+                _model(where),
+                head,
+                tokens,
+                states,
+                layer_ids,
+                codec=settings["codec"],
+                whole=start == 0 or int(wanted.key, 16) % WHOLE_EVERY == 0,
             )
         except CanaryError as error:
             raise CanaryError(f"{wanted.path}, rows [{start}, {stop}): {error}") from error
@@ -141,28 +158,31 @@ def check_shard(
     layer_ids: tuple[int, ...],
     *,
     codec: str = "bf16",
+    whole: bool = True,
 ) -> dict[str, Any]:
     """Hold the canary against samples from a shard's start, middle and end; returns its scores taken together.
 
+    The verifier runs once more for them, so they are cut to PREFIX_TOKENS, with `whole` all but the middle one.
     The states as captured are judged. What a codec makes of them is measured besides: the share of positions at
     which the head still chooses the verifier's token is `stored_agreement`.
 
     Raises CanaryError when the states are not those of these layers, or not before the final norm.
     """
-    probes = sorted({0, len(tokens) // 2, len(tokens) - 1})
-    samples = states.split([len(sample) for sample in tokens])
+    lengths = [len(sample) for sample in tokens]
+    samples = states.split(lengths)
     device = next(model.parameters()).device  # where the comparisons are quick
+    switch = rope_switch(find_decoder(model).base.config)
     scores = [
         check_states(
             model,
             head,
-            tokens[i],
-            samples[i].aux.to(device),
-            samples[i].last.to(device),
+            tokens[i][:count],
+            samples[i].aux[:count].to(device),
+            samples[i].last[:count].to(device),
             layer_ids,
-            stored_last=as_stored(codec, samples[i].last).to(device),
+            stored_last=as_stored(codec, samples[i].last[:count]).to(device),
         )
-        for i in probes
+        for i, count in _probes(lengths, whole=whole, switch=switch).items()
     ]
     positions = sum(score.positions for score in scores)
 
@@ -176,6 +196,19 @@ def check_shard(
         "logit_error": round(max(score.logit_error for score in scores), 5),
         "aux_error": [round(max(e), 5) for e in zip(*(s.aux_error for s in scores), strict=True)],
     }
+
+
+def _probes(lengths: Sequence[int], *, whole: bool, switch: int | None) -> dict[int, int]:
+    """Index of each sample that is compared -> how many of its first tokens.
+
+    A text longer than `switch` cannot be cut: its states are not those of its beginning alone.
+    """
+    middle = len(lengths) // 2
+    entire = {
+        i for i, n in enumerate(lengths) if (whole and i == middle) or (switch and n > switch)
+    }
+    chosen = sorted({0, middle, len(lengths) - 1})
+    return {i: lengths[i] if i in entire else min(lengths[i], PREFIX_TOKENS) for i in chosen}
 
 
 @functools.cache

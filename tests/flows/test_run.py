@@ -85,6 +85,17 @@ def test_a_second_run_reuses_every_stage_and_writes_nothing(tiny, tmp_path, pref
     }
 
 
+def test_samples_are_no_longer_than_the_verifiers_context(tiny, tmp_path, prefect_api):
+    copy = tiny.copy(tmp_path)
+    context = 512  # tests/tiny_models.py
+
+    assert computed(run_flow(copy.changed(tokenize={"max_tokens": context}), prefect_api)) == [
+        "tokenize_chats"
+    ]
+    longer = copy.changed(tokenize={"max_tokens": 100_000})
+    assert computed(run_flow(longer, prefect_api)) == []
+
+
 def test_a_draft_config_counts_by_its_content(tiny, tmp_path, prefect_api):
     copy = tiny.copy(tmp_path)
     file = tmp_path / "draft.json"

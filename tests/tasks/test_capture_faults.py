@@ -12,7 +12,7 @@ from tasks.eagle3.head_transform import HeadTransform
 from tasks.eagle3.hidden_states import CanaryError, find_decoder
 from tasks.eagle3.verifier import read_facts
 from tasks.engines.transformers import CapturedStates, CaptureEngine
-from tasks.jobs.capture import check_shard
+from tasks.jobs.capture import PREFIX_TOKENS, check_shard
 from tests.tiny_models import load_model, make_llama
 
 LAYER_IDS = (2, 4, 5)
@@ -39,6 +39,40 @@ def test_a_right_capture_passes_with_its_score(
     assert score["logit_error"] < 0.02
     assert len(score["aux_error"]) == 3
     assert max(score["aux_error"]) < 0.01  # bf16 storage: 8 bits of mantissa
+
+
+LONG = [[(7 * i + 13 * j) % 300 + 3 for j in range(PREFIX_TOKENS + 40)] for i in range(5)]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_of_long_samples_the_beginning_is_compared_and_one_of_them_whole(
+    verifier: tuple[PreTrainedModel, VerifierHead], whole: bool
+) -> None:
+    model, head = verifier
+    states = CaptureEngine(model, LAYER_IDS).capture(LONG, tokens_per_batch=512)
+    ran: list[int] = []
+    handle = find_decoder(model).norm.register_forward_hook(
+        lambda _, args, __: ran.append(args[0].shape[1])
+    )
+    check_shard(model, head, LONG, states, LAYER_IDS, whole=whole)
+    handle.remove()
+    middle = len(LONG[2]) if whole else PREFIX_TOKENS
+    assert ran == [PREFIX_TOKENS, middle, PREFIX_TOKENS]
+
+
+def test_a_fault_behind_the_beginning_stops_the_capture_where_a_sample_is_compared_whole(
+    verifier: tuple[PreTrainedModel, VerifierHead],
+) -> None:
+    model, head = verifier
+    states = CaptureEngine(model, LAYER_IDS).capture(LONG, tokens_per_batch=512)
+    start = len(LONG[0]) * 2 + PREFIX_TOKENS
+    rows = slice(start, start + 40)
+    aux = states.aux.clone()
+    aux[rows] = aux[rows].flip(0)
+    states = states._replace(aux=aux)
+    check_shard(model, head, LONG, states, LAYER_IDS, whole=False)
+    with pytest.raises(CanaryError, match="layer"):
+        check_shard(model, head, LONG, states, LAYER_IDS, whole=True)
 
 
 @pytest.mark.parametrize("captured", [(3, 4, 5), (2, 3, 5), (2, 4, 6), (3, 5, 6), (1, 3, 4)])

@@ -332,3 +332,37 @@ def test_an_end_token_beyond_the_vocabulary_is_refused(tmp_path, eos):
 def test_an_epsilon_that_no_norm_has_is_refused(tmp_path, eps):
     with pytest.raises(VerifierError, match="rms_norm_eps"):
         read_facts(write_model(tmp_path / "m", CONFIG | {"rms_norm_eps": eps}, tensors()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({}, 32),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            128,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+            32,
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 32),
+    ],
+)
+def test_the_context_is_what_config_or_stretched_rope_allow(
+    tmp_path: Path, changes: dict[str, Any], context: int
+) -> None:
+    model = write_model(tmp_path / "m", CONFIG | changes, tensors())
+    assert read_facts(model).context_tokens == context

@@ -7,8 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 ENVIRONMENT = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -139,16 +142,15 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    from flows.prune import Choice, carry_out, parse_age, plan_prune, render_plan  # noqa: PLC0415
+    from flows.prune import Choice, carry_out, plan_prune, render_plan  # noqa: PLC0415
     from flows.settings import load_settings  # noqa: PLC0415
     from storage.store import Store  # noqa: PLC0415
-    from tasks.byte_sizes import parse_bytes, show_bytes  # noqa: PLC0415
+    from tasks.byte_sizes import show_bytes  # noqa: PLC0415
 
-    store = Store(load_settings(options.file, options.set).store)
-    keep_bytes = None if options.keep_bytes is None else parse_bytes(options.keep_bytes)
+    store, keep_bytes = Store(load_settings(options.file, options.set).store), options.keep_bytes
     choice = Choice(
         runs=tuple(options.run),
-        older_than=None if options.older_than is None else parse_age(options.older_than),
+        older_than=options.older_than,
         keep_bytes=keep_bytes,
         states_only=options.states,
     )
@@ -266,9 +268,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN",
         help="give this run up; may be repeated",
     )
-    sub.add_argument("--older-than", metavar="AGE", help="give up runs that began so long ago: 30d")
     sub.add_argument(
-        "--keep-bytes", metavar="SIZE", help="give up the oldest runs until this is left: 50GB"
+        "--older-than", type=_age, metavar="AGE", help="give up runs that began so long ago: 30d"
+    )
+    sub.add_argument(
+        "--keep-bytes",
+        type=_bytes,
+        metavar="SIZE",
+        help="give up the oldest runs until this is left: 50GB",
     )
     sub.add_argument(
         "--states", action="store_true", help="of completed runs only the captured states"
@@ -276,6 +283,26 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dry-run", action="store_true", help="print what would go, remove nothing")
     add("settings", _settings, "print the reference of all settings as Markdown")
     return parser
+
+
+def _age(text: str) -> timedelta:
+    from flows.prune import parse_age  # noqa: PLC0415
+
+    return _parsed(parse_age, text)
+
+
+def _bytes(text: str) -> int:
+    from tasks.byte_sizes import parse_bytes  # noqa: PLC0415
+
+    return _parsed(parse_bytes, text)
+
+
+def _parsed(parse: Callable[[str], T], text: str) -> T:
+    """Argparse shows the message of this error alone."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _summary(record: dict[str, Any]) -> str:

@@ -245,6 +245,19 @@ def test_amounts_of_bytes_are_powers_of_1000() -> None:
         parse_bytes("50 GiB")
 
 
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("--older-than", "'soon' is no age"), ("--keep-bytes", "'soon' is no amount of bytes")],
+)
+def test_the_command_refuses_them_with_status_2(
+    option: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["prune", "settings.yaml", option, "soon"])
+    assert ended.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
 def test_of_two_real_runs_on_the_same_states_one_is_given_up_and_the_other_reuses_all(
     tiny, tmp_path, prefect_api, capsys
 ):

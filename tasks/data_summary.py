@@ -69,7 +69,7 @@ def _figures(
         return {}
     tokens, supervised = total("tokens"), total("supervised_tokens")
     figures = {
-        "conversations": f"{sum(part.rows for part in conversations):,} of {len(conversations)} files",
+        "conversations": f"{sum(part.rows for part in conversations):,} from {len(conversations):,} file(s)",
         "dropped when read": _dropped(conversations),
         "samples": f"{sum(part.rows for part in samples):,}, {total('truncated'):,} of them cut",
         "dropped when tokenized": _dropped(samples),

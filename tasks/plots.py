@@ -68,7 +68,7 @@ def line_plot(
 def bar_plot(
     series: Mapping[str, Sequence[float]], *, left: str, right: str, top: float | None = None
 ) -> Plot | None:
-    """Return a plot of bars from 0 to `top`, by default the highest, those of each series side by side; None if empty."""
+    """Return a plot of bars from 0 to `top` (by default the highest), one series beside the other; None if empty."""
     places = max((len(bars) for bars in series.values()), default=0)
     if not places:
         return None

@@ -93,7 +93,7 @@ def up(site: Site) -> str:
     return (
         f"Prefect's UI       {site.ui}\n"
         f"processes          server {site.server.pid()}, worker {site.worker.pid()}; logs in {site.state}\n"
-        f"start a run        {site.ui}/deployments: train-draft, Custom run, edit the settings\n"
+        f"start a run        {site.ui}/v2/deployments: train-draft, Custom run, edit the settings\n"
         f"retrain by itself  watch-data there: edit its settings, turn its schedule on\n"
         f"in a terminal      export PREFECT_API_URL={site.api}\n"
         f"stop               make down (runs, drafts and database stay)"

@@ -63,8 +63,10 @@ class Ui:
 
     def open_form(self, deployment: str) -> None:
         """Go to the form of a run with parameters of its own."""
-        self.page.goto(f"{self.address}/deployments")
-        self.page.get_by_role("link", name=deployment, exact=True).first.click()
+        self.page.goto(self.address)
+        self.page.get_by_role("link", name="Deployments", exact=True).click()
+        row = self.page.get_by_role("row").filter(has_text=deployment)
+        row.get_by_role("link", name=deployment, exact=True).first.click()
         self.page.get_by_role("button", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name="Custom run").click()
         self.field("settings").first.wait_for()

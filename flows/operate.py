@@ -49,6 +49,7 @@ class Site:
         quiet = {
             "PREFECT_HOME": str(self.state / "prefect"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "DO_NOT_TRACK": "1",
         }
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -9,6 +9,7 @@ from uuid import UUID
 
 from prefect import runtime
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.run_log import of_a_run
 from tasks.progress import Progress, live
@@ -54,11 +55,12 @@ class _ToPrefect(logging.Handler):
         share = min(100.0, 100 * progress.done / progress.total) if progress.total else 100.0
         told: dict[str, Any] = {"description": str(progress)}
         try:
-            if stage in self._shown:
-                update_progress_artifact(self._shown[stage], share, **told)
-            else:
-                key = f"progress-{progress.stage.replace('_', '-').replace(' ', '-')}"
-                made: Any = create_progress_artifact(share, key=key, **told)
-                self._shown[stage] = made
+            with temporary_settings(updates={PREFECT_CLIENT_MAX_RETRIES: 0}):
+                if stage in self._shown:
+                    update_progress_artifact(self._shown[stage], share, **told)
+                else:
+                    key = f"progress-{progress.stage.replace('_', '-').replace(' ', '-')}"
+                    made: Any = create_progress_artifact(share, key=key, **told)
+                    self._shown[stage] = made
         except Exception as error:
             logger.debug("the progress of %s was not shown: %s", progress.stage, error)

@@ -150,9 +150,12 @@ class Ui:
         self.field("settings").first.wait_for()
 
 
-def snap(page: Page, name: str) -> None:
-    """Leave a picture of what the page shows, where pictures are asked for."""
+def snap(page: Page, name: str, part: Locator | None = None) -> None:
+    """Leave a picture of what the page shows, from a part of it on, where pictures are asked for."""
     if directory := os.environ.get("OUTRIDER_SCREENSHOTS"):
+        page.wait_for_timeout(1000)  # artifacts are drawn twice
+        if part is not None:
+            part.evaluate("one => one.scrollIntoView()")
         page.screenshot(path=Path(directory, f"{name}.png"))
 
 
@@ -311,7 +314,7 @@ def test_artifacts_show_data_loss_and_acceptance(ui: Ui, run: Run) -> None:
     expect(data).to_contain_text("⟦On the tide there is this and that to say.<|im_end|>⟧")
     expect(data.get_by_role("row", name="seen 14 4 0", exact=True)).to_be_visible()
     expect(data.get_by_role("row", name="train 100.00%")).to_be_visible()
-    snap(ui.page, "data-report")
+    snap(ui.page, "data-report", data.get_by_role("row", name="source"))
 
     train = ui.open_artifact(run.id, "stage-train")
     assert_pictures(train, {"Loss", "Accuracy by drafted token"})
@@ -444,6 +447,5 @@ def test_the_report_is_readable_on_a_phone_and_loads_nothing(
     ]
     assert colors == ["rgb(185, 235, 194)", "rgb(255, 217, 194)"]
     expect(page.locator("pre mark").first).to_contain_text("On the tide")
-    page.locator("h2", has_text="Drafted and accepted").scroll_into_view_if_needed()
     snap(page, "report-on-a-phone")
     page.close()

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 from pydantic import BaseModel
 
 from flows.capture_states import capture_states
@@ -22,6 +23,7 @@ from flows.train_draft import train_draft
 from flows.watch_data import watch_data
 from tests.flows.test_operate import Site, free_port
 from tests.tiny_runs import (
+    ROOT,
     STAGES,
     Values,
     environment,
@@ -68,7 +70,13 @@ class Ui:
     def __init__(self, site: Site, page: Page) -> None:
         self.site, self.page = site, page
         self.address = site.api.removesuffix("/api")
-        page.route(lambda url: not url.startswith(self.address), lambda route: route.abort())
+        self.refused: set[str | None] = set()
+        """Other hosts that the UI has asked for something."""
+        page.route(lambda url: not url.startswith(self.address), self._refuse)
+
+    def _refuse(self, route: Route) -> None:
+        self.refused.add(urlsplit(route.request.url).hostname)
+        route.abort()
 
     def open_form(self, deployment: str) -> None:
         """Go to the form of a run with parameters of its own."""
@@ -253,6 +261,14 @@ def test_the_form_gives_every_field_a_title_and_a_help_text(
     assert ui.page.locator("[aria-label^='Select ']").count() == len(plain)
 
 
+def test_a_box_of_the_form_can_be_written_as_json(ui: Ui) -> None:
+    ui.open_form("retrain")
+    ui.field("settings").get_by_role("button", name="Open menu").first.click()
+    ui.page.get_by_role("menuitem", name="Use JSON Input").click()
+
+    expect(ui.page.locator(".cm-editor")).to_contain_text('"name": "smollm2-demo"')
+
+
 def fields_of(schema: Values, properties: Values, path: str = "") -> Iterator[tuple[str, Values]]:
     """Each property at every depth by its dotted path, what it refers to filled in."""
     for name, field in properties.items():
@@ -397,6 +413,11 @@ def test_a_failed_run_goes_on_by_retry_and_its_draft_is_held_against_the_one_in_
     row = promotion.get_by_role("row", name=re.compile(r"^all prompts \d\.\d{3} \d\.\d{3}$"))
     expect(row).to_be_visible()
     assert site.get(f"/flow_runs/{run_id}")["run_count"] == 2
+
+
+def test_the_ui_asks_nobody_else_but_the_host_that_the_page_for_operators_names(ui: Ui) -> None:
+    (host,) = re.findall("`([a-z.-]+amplitude.com)`", (ROOT / "OPERATE.md").read_text())
+    assert ui.refused <= {host}
 
 
 def record_of(run: Run, flow_run: str) -> Values:

@@ -37,6 +37,8 @@ CHROMIUM = shutil.which("chromium")
 FLOWS = {flow.name: flow for flow in (train_draft, watch_data, retrain, capture_states)}
 MILLISECONDS, RUN_MILLISECONDS = 30_000, 120_000
 """Time for a page, and for a run, on a machine that does other things too."""
+TRIES = 5
+"""For a button: SQLite, which make up begins with, answers 503 where two write at once."""
 SCROLL = """log => {
     const lists = [...log.querySelectorAll('*')].filter(one => one.scrollHeight > one.clientHeight);
     const list = lists.find(one => getComputedStyle(one).overflowY === 'auto');
@@ -108,12 +110,14 @@ class Ui:
 
     def submit(self) -> str:
         """Send the form; returns the id of its run, whose page is open then."""
-        made = self.page.expect_response(lambda one: "create_flow_run" in one.url and one.ok)
-        with made as response:
-            self.page.get_by_role("button", name="Submit").click()
-        run_id = str(response.value.json()["id"])
-        self.open_run(run_id, "Logs")
-        return run_id
+        for _ in range(TRIES):
+            with self.page.expect_response(lambda one: "/create_flow_run" in one.url) as response:
+                self.page.get_by_role("button", name="Submit").click()
+            if response.value.ok:
+                run_id = str(response.value.json()["id"])
+                self.open_run(run_id, "Logs")
+                return run_id
+        raise AssertionError("the server made no run")
 
     def open_run(self, run_id: str, tab: str) -> Locator:
         """Go to a tab of a run's page; returns it."""
@@ -130,10 +134,17 @@ class Ui:
         return shown
 
     def ask(self, item: str, confirmation: str) -> None:
-        """Choose from the menu of the run's page, and confirm."""
-        self.page.get_by_role("button", name="Open menu").first.click()
-        self.page.get_by_role("menuitem", name=item, exact=True).click()
-        self.page.get_by_role("alertdialog").get_by_role("button", name=confirmation).click()
+        """Choose from the menu of the run's page, and confirm; again while the server's database is locked."""
+        for _ in range(TRIES):
+            self.page.get_by_role("button", name="Open menu").first.click()
+            self.page.get_by_role("menuitem", name=item, exact=True).click()
+            button = self.page.get_by_role("alertdialog").get_by_role("button", name=confirmation)
+            with self.page.expect_response(lambda one: "/set_state" in one.url) as response:
+                button.click()
+            if response.value.ok:
+                return
+            self.page.reload()
+        raise AssertionError(f"the server refused {item}")
 
     def wait_for_state(self, *names: str) -> None:
         """Wait until the run's page, on a tab without other runs, shows one of these states by itself."""

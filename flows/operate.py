@@ -49,6 +49,7 @@ class Site:
         quiet = {
             "PREFECT_HOME": str(self.state / "prefect"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "DO_NOT_TRACK": "1",
         }
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -93,7 +94,7 @@ def up(site: Site) -> str:
     return (
         f"Prefect's UI       {site.ui}\n"
         f"processes          server {site.server.pid()}, worker {site.worker.pid()}; logs in {site.state}\n"
-        f"start a run        {site.ui}/deployments: train-draft, Custom run, edit the settings\n"
+        f"start a run        {site.ui}/v2/deployments: train-draft, Custom run, edit the settings\n"
         f"retrain by itself  watch-data there: edit its settings, turn its schedule on\n"
         f"in a terminal      export PREFECT_API_URL={site.api}\n"
         f"stop               make down (runs, drafts and database stay)"

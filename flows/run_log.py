@@ -20,10 +20,10 @@ def send_log_to_prefect() -> None:
             logger.setLevel(logging.INFO)
         if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
             handler = APILogHandler()
-            handler.addFilter(_of_a_run)
+            handler.addFilter(of_a_run)
             logger.addHandler(handler)
 
 
-def _of_a_run(_: logging.LogRecord) -> bool:
+def of_a_run(_: logging.LogRecord) -> bool:
     """Tell whether a record is logged in a run: Prefect's handler warns of every other one."""
     return TaskRunContext.get() is not None or FlowRunContext.get() is not None

@@ -13,9 +13,10 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.context import FlowRunContext
 
 from flows.settings import PipelineSettings
-from flows.stage_page import describe_stage
+from flows.stage_page import describe_data, describe_stage
 from storage.layout import run_record
 from storage.store import Store, StoreError
+from tasks.data_summary import summarize_data
 from tasks.fingerprint import Fingerprint, record_trained
 from tasks.stage import StageResult, announce
 
@@ -102,6 +103,27 @@ class RunRecord:
             description=f"{name}: {state}",
         )
         return result
+
+    def show_data(
+        self,
+        conversations: StageResult,
+        samples: StageResult,
+        split: StageResult,
+        vocab: StageResult,
+    ) -> None:
+        """Show what the run learns from, before anything costly begins."""
+        data = summarize_data(
+            self._store,
+            conversations=conversations.parts,
+            samples=samples.parts,
+            split=split.parts[0],
+            vocab=vocab.parts[0],
+        )
+        create_markdown_artifact(
+            key="data-report",
+            markdown=describe_data(data),
+            description="What this run learns from: sources, lengths, samples, vocabulary coverage",
+        )
 
     def finish(
         self,

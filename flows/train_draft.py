@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.capture_nodes import check_deployment
 from flows.capture_states import run_capture
+from flows.progress_artifacts import send_progress_to_prefect
 from flows.run_end import explain_end
 from flows.run_log import send_log_to_prefect
 from flows.run_record import RunRecord
@@ -67,6 +68,7 @@ def train_draft(settings: PipelineSettings, run_id: str | None = None) -> dict[s
         The run's record: stages with their state, the speculator's path, the acceptance length.
     """
     send_log_to_prefect()
+    send_progress_to_prefect()
     store = Store(settings.store)
     store.check_writable()
     run = RunRecord(store, settings, run_id)
@@ -132,6 +134,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
     )
     sides = run.stage(split, store, conversations, settings.split)
     vocab = run.stage(map_vocab, store, samples, sides, verifier, settings.vocab)
+    run.show_data(conversations, samples, sides, vocab)
     check_prompts(sides, verifier, settings.evaluate)
     fitted = None
     if needs_fitting(settings.train):

@@ -49,8 +49,8 @@ class CaptureSettings(StageSettings):
     """Machines with so many GPUs each; with more than one, each captures its share in a run of capture.deployment."""
     deployment: str = Field(default="capture-states/capture-states", pattern=r"^[^/]+/[^/]+$")
     """Prefect deployment whose runs capture on other machines, with capture.nodes."""
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda)$")
-    """auto, cpu or cuda."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPUs where there are any."""
     tokens_per_batch: PositiveInt = 4096
     """Tokens that go through the verifier at once; fewer from the first batch on that does not fit the memory."""
     retry_quarantined: bool = False

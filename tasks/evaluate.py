@@ -37,10 +37,10 @@ class EvaluateSettings(StageSettings):
     """Longest answer, in tokens."""
     draft_tokens: PositiveInt = Field(default=3, le=16)
     """Tokens the draft proposes in each round."""
-    dtype: str = Field(default="auto", pattern=r"^(auto|float32|bfloat16)$")
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What the verifier computes in; auto: float32 on a CPU, else as its weights are stored."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """auto, cpu or cuda."""
+    """auto (a GPU where there is one), cpu, cuda, or one of several GPUs, such as cuda:1."""
     batch_size: PositiveInt = 24
     """Prompts that are decoded at once."""
 

@@ -122,6 +122,9 @@ def promote(
         limits=settings.limits(),
     )
     decision = _decision(draft, verdict, now, against)
+    decision["per_position"] = [
+        one and one.facts["per_position"] for one in (evaluation, before)
+    ]  # of the draft, and of the one before where there is one
     if decision["promoted"]:
         put_in_service(store, candidate, decision, decided=wanted, by="gate")
     made = _write_down(store, wanted, candidate, decision)

@@ -38,7 +38,7 @@ class RegenerateSettings(StageSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What the verifier computes in; auto: float32 on a CPU, else as its weights are stored."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """auto, cpu or cuda."""
+    """auto (a GPU where there is one), cpu, cuda, or one of several GPUs, such as cuda:1."""
 
 
 @stage_task

@@ -1,6 +1,8 @@
-"""One self-contained HTML page about a run: settings, stages, data, loss, acceptance, samples in color."""
+"""One self-contained HTML page about a run: acceptance, costs, loss, samples in color, data, settings."""
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ from storage.layout import EVALUATION_TABLE
 from storage.manifest import Manifest
 from storage.store import Store
 from storage.tables import read_table
-from tasks.plots import Plot, line_plot
+from tasks.byte_sizes import show_bytes
+from tasks.data_summary import SIDES, DataSummary, summarize_data
 from tasks.promote import describe
-from tasks.training_history import accuracy_names, curve, epochs_of, read_history
+from tasks.training_history import epochs_of, read_history
+from tasks.training_plots import acceptance_plot, accuracy_plot, loss_plot
 
+SHOWN_TEXTS = 6
 SHOWN_EPOCHS = 50
 """Of longer trainings the last ones; the curves show all."""
 
@@ -29,6 +34,7 @@ def write_report(store_url: str, record: dict[str, Any], target: Path) -> None:
     }
     trained = next(iter(parts.get("train", [])), None)
     history = [] if trained is None else read_history(store, trained)
+    acceptance = _acceptance(record)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
     )
@@ -36,18 +42,17 @@ def write_report(store_url: str, record: dict[str, Any], target: Path) -> None:
         record=record,
         settings=json.dumps(record["settings"], indent=2),
         made={name: [m for m in found if m is not None] for name, found in parts.items()},
-        shown=[text for m in parts.get("tokenize_chats", []) if m for text in m.facts["shown"]],
-        loss=line_plot(
-            {
-                "train loss": curve(history, "loss", validation=False),
-                "validation loss": curve(history, "loss", validation=True),
-            }
-        ),
-        accuracy=_accuracy_plot(history),
+        costs=_costs(record, parts),
+        data=_data(store, parts),
+        sides=SIDES,
+        spans=spans,
+        loss=loss_plot(history),
+        accuracy=accuracy_plot(history),
         epochs=epochs_of(history)[-SHOWN_EPOCHS:],
-        acceptance=_acceptance_plot(record),
+        acceptance=acceptance,
+        acceptance_by_position=acceptance_plot(acceptance),
         promotion=_promotion(record),
-        texts=_colored_texts(store, parts.get("evaluate", [])),
+        texts=_colored_texts(record, store, parts.get("evaluate", [])),
     )
     try:
         target.write_text(page, encoding="utf-8")
@@ -75,17 +80,17 @@ def _rows(store: Store, manifest: Manifest | None, name: str) -> list[dict[str, 
         return []
 
 
-def _accuracy_plot(history: list[dict[str, float | None]]) -> Plot | None:
-    names = accuracy_names(history)
-    return line_plot(
-        {
-            f"token {i + 1}, train": curve(history, name, validation=False)
-            for i, name in enumerate(names)
-        },
-        dashed={
-            f"token {i + 1}, validation": curve(history, name, validation=True)
-            for i, name in enumerate(names)
-        },
+def _data(store: Store, parts: dict[str, list[Manifest | None]]) -> DataSummary:
+    def there(*names: str) -> list[Manifest]:
+        found = next((parts[name] for name in names if name in parts), [])
+        return [part for part in found if part is not None]
+
+    return summarize_data(
+        store,
+        conversations=there("regenerate", "collect"),
+        samples=there("tokenize_chats"),
+        split=next(iter(there("split")), None),
+        vocab=next(iter(there("map_vocab")), None),
     )
 
 
@@ -94,36 +99,66 @@ def _promotion(record: dict[str, Any]) -> str | None:
     return None if found is None else describe(found, in_service=found["in service"])
 
 
-def _acceptance_plot(record: dict[str, Any]) -> list[dict[str, Any]]:
-    acceptance = record.get("acceptance")
-    if not acceptance:
-        return []
-    pairs = zip(
-        acceptance["before"]["per_position"], acceptance["after"]["per_position"], strict=True
-    )
-    return [{"position": i + 1, "before": b, "after": a} for i, (b, a) in enumerate(pairs)]
+def _acceptance(record: dict[str, Any]) -> dict[str, list[float]]:
+    """Name of a draft -> how often its first, second, ... token is accepted."""
+    if not record.get("acceptance"):
+        return {}
+    shares = {
+        "before training": record["acceptance"]["before"]["per_position"],
+        "after": record["acceptance"]["after"]["per_position"],
+    }
+    _, before = (record.get("promotion") or {}).get("per_position") or (None, None)
+    return shares if before is None else {**shares, "draft in service before": before}
 
 
-def _colored_texts(store: Store, evaluation: list[Manifest | None]) -> list[list[dict[str, Any]]]:
-    """Return the first texts as pieces of {text, accepted}: what the draft proposed rightly, and the verifier's own."""
+def _costs(record: dict[str, Any], parts: dict[str, list[Manifest | None]]) -> list[dict[str, Any]]:
+    """What each stage took: seconds in this run and, whenever that was, for what it handed out; bytes in the store."""
+    costs = []
+    for name, entry in record["stages"].items():
+        there = [part for part in parts[name] if part is not None]
+        whole = len(there) == len(parts[name])
+        stored = sum(file.bytes for part in there for file in part.files.values())
+        costs.append(
+            {
+                "stage": name,
+                "state": entry["state"],
+                "rows": entry["rows"],
+                "seconds": entry["seconds"],
+                "computed": sum(part.seconds for part in there) if whole else None,
+                "bytes": show_bytes(stored) if whole else "gone",
+            }
+        )
+    return costs
+
+
+def _colored_texts(
+    record: dict[str, Any], store: Store, evaluation: list[Manifest | None]
+) -> list[list[dict[str, str]]]:
+    """Return the first texts, each as its tokens {text, kind}; the kinds are those of `token_kinds`."""
     after = evaluation[-1] if evaluation else None
-    rows = _rows(store, after, EVALUATION_TABLE)[:6]
-    return [
-        [
-            {"text": piece, "accepted": accepted}
-            for piece, accepted in zip(
-                row["pieces"],
-                accepted_tokens(row["accepted_per_round"], len(row["pieces"])),
-                strict=True,
-            )
-        ]
-        for row in rows
-    ]
+    draft_tokens = record["settings"]["evaluate"]["draft_tokens"]
+    texts = []
+    for row in _rows(store, after, EVALUATION_TABLE)[:SHOWN_TEXTS]:
+        kinds = token_kinds(row["accepted_per_round"], len(row["pieces"]), draft_tokens)
+        texts.append(
+            [{"text": text, "kind": kind} for text, kind in zip(row["pieces"], kinds, strict=True)]
+        )
+    return texts
 
 
-def accepted_tokens(accepted_per_round: list[int], tokens: int) -> list[bool]:
-    """Return for each new token whether the draft proposed it: the first is the verifier's, and each round's last."""
-    marks = [False]
+def token_kinds(accepted_per_round: Sequence[int], tokens: int, draft_tokens: int) -> list[str]:
+    """Return for each new token how it came about.
+
+    `accepted`: the draft proposed it. `corrected`: the verifier wrote it where it refused the draft's proposal. `own`:
+    the verifier wrote it and the draft had none: the first, and the one behind a round whose tokens were all accepted.
+    """
+    kinds = ["own"]
     for accepted in accepted_per_round:
-        marks += [True] * accepted + [False]
-    return (marks + [False] * tokens)[:tokens]
+        kinds += ["accepted"] * accepted + ["own" if accepted == draft_tokens else "corrected"]
+    return (kinds + ["own"] * tokens)[:tokens]
+
+
+def spans(text: str) -> list[tuple[str, bool]]:
+    """Return a decoded sample as pieces, and whether each is supervised: what stands between ⟦ and ⟧."""
+    pieces = [(piece, i % 2 == 1) for i, piece in enumerate(re.split("[⟦⟧]", text))]
+    return [(piece, supervised) for piece, supervised in pieces if piece]

@@ -4,6 +4,23 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+SPELLED_OUT = {"lr": "learning rate", "gpus": "GPUs", "ttt": "TTT", "fc": "FC"}
+"""Parts of settings' names that a form writes in another way."""
+
+
+def form_title(name: str, _field: Any) -> str:
+    """Title of a setting in Prefect's form: ttt_step_decay -> TTT step decay."""
+    title = " ".join(SPELLED_OUT.get(word, word) for word in name.split("_"))
+    return title[:1].upper() + title[1:]
+
+
+def show_choices(schema: dict[str, Any]) -> None:
+    """Let a form show a Literal of one choice as a drop-down, like the others: pydantic calls it a constant."""
+    for field in schema.get("properties", {}).values():
+        for part in [field, *field.get("anyOf", [])]:
+            if "const" in part:
+                part["enum"] = [part.pop("const")]
+
 
 class StageSettings(BaseModel):
     """Settings of one stage: frozen, closed, described by their attribute docstrings.
@@ -13,7 +30,12 @@ class StageSettings(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        field_title_generator=form_title,
+        json_schema_extra=show_choices,
     )
 
     resources: ClassVar[frozenset[str]] = frozenset()

@@ -4,11 +4,18 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
+from tasks.stage_settings import form_title
+
 
 class DraftSettings(BaseModel):
     """Shape of the draft; everything else about it follows from the verifier."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        field_title_generator=form_title,
+    )
 
     config: str | None = None
     """A JSON file with the config of the draft's layers (llama or qwen3), instead of `arch`, `num_layers` and

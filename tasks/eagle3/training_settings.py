@@ -85,7 +85,7 @@ class TrainSettings(StageSettings):
     early_stop_epochs: NonNegativeInt = 0
     """Stop after this many epochs without a better validation; 0 never stops early."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """auto, cpu or cuda."""
+    """auto (a GPU where there is one), cpu, cuda, or one of several GPUs, such as cuda:1."""
     checkpoint_seconds: PositiveFloat = 60.0
     """Time between checkpoints; more where writing one takes longer, for only one is written at a time."""
     epoch_checkpoints: bool = True

@@ -12,6 +12,7 @@ from storage.tables import SAMPLES_SCHEMA, read_table, write_table
 from tasks.child import ProgressCallback
 from tasks.eagle3.chat import ChatRejected, sample_id, show_supervision, tokenize_chat
 from tasks.jobs.models import check_unchanged, load_tokenizer
+from tasks.length_histogram import count_lengths
 
 SHOWN_SAMPLES = 3
 
@@ -67,6 +68,7 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
                 "supervised_tokens": sum(sum(row["loss_mask"]) for row in rows),
                 "median_tokens": lengths[len(lengths) // 2] if lengths else 0,
                 "longest_tokens": lengths[-1] if lengths else 0,
+                "lengths": count_lengths(lengths),
                 "truncated": sum(row["truncated"] for row in rows),
                 "dropped": dict(dropped),
                 "shown": shown,

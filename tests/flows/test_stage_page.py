@@ -1,10 +1,11 @@
-"""What Prefect's UI shows of a stage: the epochs of a training, the acceptance of an evaluation."""
+"""What Prefect's UI shows of the data and of a stage: epochs of a training, acceptance, the draft before."""
 
 import pyarrow.parquet as pq
 
-from flows.stage_page import SHOWN_EPOCHS, describe_stage, epoch_table
+from flows.stage_page import SHOWN_EPOCHS, comparison, describe_data, describe_stage, epoch_table
 from storage import artifacts
 from storage.store import Store
+from tasks.data_summary import DataSummary
 from tasks.stage import StageResult
 from tasks.training_history import Epoch, Quality
 from tests.tiny_runs import TinyRun
@@ -22,6 +23,8 @@ def test_a_training_shows_loss_accuracies_and_acceptance_length_of_each_epoch(
 ) -> None:
     lines = page(tiny, "train")
 
+    for about in ("Loss", "Accuracy by drafted token"):
+        assert any(line.startswith(f"![{about}](data:image/svg+xml") for line in lines)
     (metrics,) = tiny.store.glob("checkpoints/*/attempt-*/metrics.parquet")
     rows = pq.read_table(metrics).to_pylist()
     header = "| epoch | steps | lr | tokens/s | side | loss | acceptance length | token 1 | token 2 | token 3 |"
@@ -49,6 +52,36 @@ def test_an_evaluation_shows_the_acceptance_of_each_drafted_token_before_and_aft
         b, a = before["per_position"][i], after["per_position"][i]
         assert f"| {i + 1} | {b:.3f} | {a:.3f} |" in lines
     assert f"| acceptance length | {before['acceptance_length']:.2f} |" in "\n".join(lines)
+
+
+def test_a_draft_is_shown_beside_the_one_in_service() -> None:
+    decision = {
+        "draft": "m", "promoted": True, "gain": 0.2, "interval": [0.1, 0.3], "confidence": 0.9,
+        "acceptance_length": 1.7, "before": 1.5, "sources": {"a|b": [1.7, 1.5]},
+        "per_position": [[0.5, 0.2], [0.4, 0.1]],
+    }  # fmt: skip
+
+    lines = comparison(decision, in_service=True)
+
+    assert lines[0].startswith("in service as m: +0.200")
+    assert lines[2].startswith("![Acceptance by position](data:")
+    assert "| all prompts | 1.700 | 1.500 |" in lines
+    assert "| a&#124;b | 1.700 | 1.500 |" in lines
+    first = comparison(
+        decision | {"gain": None, "before": None, "per_position": [[0.5], None]}, in_service=True
+    )
+    assert "| all prompts | 1.700 | - |" in first
+    assert not any("data:" in line for line in first)
+
+
+def test_a_sample_with_fences_of_its_own_stays_one_block() -> None:
+    data = DataSummary({"samples": "1"}, {}, None, {"train": 0.5}, None, ("⟦```py\nx\n```⟧",))
+
+    lines = describe_data(data).splitlines()
+
+    assert "| train | 50.00% |" in lines
+    start = lines.index("````text")
+    assert lines[start + 1 : start + 5] == ["⟦```py", "x", "```⟧", "````"]
 
 
 def test_of_many_epochs_the_last_ones_are_shown() -> None:

@@ -72,14 +72,19 @@ def crash_silent_runs() -> AutomationCore:
 
 
 def apply_automations(client: SyncPrefectClient) -> None:
-    """Create the automations, or bring them up to date; one that was turned off in the UI stays off."""
+    """Create the automations, or bring them up to date; one that was turned off in the UI stays off.
+
+    One that is as wanted is not touched: an update makes the server forget which runs it waits for.
+    """
     known = {automation.name: automation for automation in client.read_automations()}
     for wanted in (retrain_on_data(client), crash_silent_runs()):
         found = known.get(wanted.name)
         if found is None:
             client.create_automation(wanted)
-        else:
-            client.update_automation(found.id, wanted.model_copy(update={"enabled": found.enabled}))
+            continue
+        as_before = wanted.model_copy(update={"enabled": found.enabled})
+        if AutomationCore.model_validate(found.model_dump(exclude={"id"})) != as_before:
+            client.update_automation(found.id, as_before)
 
 
 def _from_event(template: str) -> dict[str, object]:

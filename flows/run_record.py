@@ -5,10 +5,11 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from prefect import Task, runtime
+from prefect import Task, get_client, runtime
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.context import FlowRunContext
 
@@ -20,6 +21,9 @@ from tasks.fingerprint import Fingerprint, record_trained
 from tasks.stage import StageResult, announce
 
 logger = logging.getLogger(__name__)
+
+STAGE_LABEL = "outrider.stage"
+"""Label of a flow run with the stage that it is at: what the server knows of a run that has gone."""
 
 
 class RunRecord:
@@ -61,6 +65,7 @@ class RunRecord:
         """Note that the work of a stage begins, before its task does where there is more to it."""
         self.record["at"] = name
         self._save()
+        label_stage(self.record["flow_run"], name)
         self._begun = time.monotonic()
 
     def making(self, paths: list[str]) -> None:
@@ -96,7 +101,8 @@ class RunRecord:
             seconds,
             result.key[:12],
         )
-        create_markdown_artifact(
+        _show(
+            create_markdown_artifact,
             key=f"stage-{name.replace('_', '-')}",
             markdown=describe_stage(self._store, name, entry, result),
             description=f"{name}: {state}",
@@ -121,8 +127,10 @@ class RunRecord:
         }
         del self.record["at"]
         self._close()
-        record_trained(self._store, self.record["name"], trained_on, run=self.run_id)
-        create_table_artifact(
+        name, draft = self.record["name"], promotion["draft"]
+        record_trained(self._store, name, draft, trained_on, run=self.run_id)
+        _show(
+            create_table_artifact,
             key="stages",
             table=[
                 {"stage": name, **{k: entry[k] for k in ("state", "rows", "seconds", "key")}}
@@ -157,6 +165,25 @@ def root_flow_run() -> str | None:
     if context is None or context.flow_run is None:
         return None
     return str(runtime.flow_run.root_flow_run_id)
+
+
+def _show(create: Callable[..., Any], **page: Any) -> None:
+    """Create an artifact; where the server is away it costs the run this page and not its work."""
+    try:
+        create(**page)
+    except Exception as error:
+        logger.warning("%s is not shown in Prefect: %s", page["key"], error)
+
+
+def label_stage(flow_run: str | None, stage: str) -> None:
+    """Show the stage as a label of the flow run; a run goes on without it."""
+    if flow_run is None:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run_labels(uuid.UUID(flow_run), {STAGE_LABEL: stage})
+    except Exception as error:
+        logger.debug("the stage was not shown: %s", error)
 
 
 def new_run_id() -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from prefect import Task, get_client, runtime
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.settings import PipelineSettings
 from flows.stage_page import describe_stage
@@ -168,9 +169,10 @@ def root_flow_run() -> str | None:
 
 
 def _show(create: Callable[..., Any], **page: Any) -> None:
-    """Create an artifact; where the server is away it costs the run this page and not its work."""
+    """Create an artifact; where the server is away it costs the run this page, after seconds, and not its work."""
     try:
-        create(**page)
+        with temporary_settings(updates={PREFECT_CLIENT_MAX_RETRIES: 2}):
+            create(**page)
     except Exception as error:
         logger.warning("%s is not shown in Prefect: %s", page["key"], error)
 

@@ -1,8 +1,9 @@
 """make up, make down: a Prefect server, the work pool, a worker, all deployments and automations.
 
-python -m flows.operate up | down
+python -m flows.operate up | down | deploy
 
 What is started is recorded in .outrider/ (or $OUTRIDER_STATE), with the logs and, by default, the server's database.
+`deploy` starts nothing: it makes pool, deployments and automations on the server of PREFECT_API_URL.
 """
 
 import fcntl
@@ -35,8 +36,10 @@ PREFECT = [sys.executable, "-m", "prefect"]
 class Site:
     """The server of one state directory, and how its processes find it."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, *, elsewhere: str | None = None) -> None:
         self.state = state
+        self.elsewhere = elsewhere
+        """The API of a server that is not ours to start."""
         self.state.mkdir(parents=True, exist_ok=True)
         self.server = Daemon("server", state)
         self.worker = Daemon("worker", state)
@@ -48,6 +51,8 @@ class Site:
     @property
     def ui(self) -> str:
         """Where the server is: one that runs stays where it was started."""
+        if self.elsewhere is not None:
+            return self.elsewhere.rstrip("/").removesuffix("/api")
         return self.server.address() or self.asked
 
     @property
@@ -98,9 +103,7 @@ def up(site: Site) -> str:
     """Start what does not run yet and bring the rest up to date; returns what to do next."""
     with site.locked():
         _start_server(site)
-        _make_pool(site)
-        _deploy(site)
-        _apply_automations(site)
+        _make_all(site)
         site.worker.start(
             [*PREFECT, "worker", "start", f"--pool={POOL}", "--name=outrider-local"],
             site.environment,
@@ -114,6 +117,14 @@ def up(site: Site) -> str:
         f"in a terminal      export PREFECT_API_URL={site.api}\n"
         f"stop               make down (runs, drafts and database stay)"
     )
+
+
+def deploy(site: Site) -> str:
+    """Make what a worker needs on a server that runs already; returns what to do next."""
+    with site.locked():
+        _make_all(site)
+        _notify(site)
+    return f"deployed on {site.ui}; a worker there: prefect worker start --pool {POOL}"
 
 
 def down(site: Site) -> str:
@@ -166,6 +177,13 @@ def _start_server(site: Site) -> None:
 
 def _stop(daemon: Daemon) -> list[str]:
     return [daemon.name] if daemon.stop(seconds=STOP_SECONDS) else []
+
+
+def _make_all(site: Site) -> None:
+    """The work pool, the deployments, the automations."""
+    _make_pool(site)
+    _deploy(site)
+    _apply_automations(site)
 
 
 def _make_pool(site: Site) -> None:
@@ -283,13 +301,18 @@ def _client(site: Site) -> Iterator[Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one of the two; returns the exit status."""
-    commands: dict[str, Callable[[Site], str]] = {"up": up, "down": down}
+    commands: dict[str, Callable[[Site], str]] = {"up": up, "down": down, "deploy": deploy}
     words = list(sys.argv[1:] if arguments is None else arguments)
     if len(words) != 1 or words[0] not in commands:
-        print("usage: python -m flows.operate up | down", file=sys.stderr)
+        print("usage: python -m flows.operate up | down | deploy", file=sys.stderr)
+        return 2
+    elsewhere = os.environ.get("PREFECT_API_URL") if words == ["deploy"] else None
+    if words == ["deploy"] and not elsewhere:
+        print("outrider: set PREFECT_API_URL to the server to deploy on", file=sys.stderr)
         return 2
     try:
-        site = Site(Path(os.environ.get("OUTRIDER_STATE", str(ROOT / ".outrider"))).absolute())
+        state = Path(os.environ.get("OUTRIDER_STATE", str(ROOT / ".outrider"))).absolute()
+        site = Site(state, elsewhere=elsewhere)
         print(commands[words[0]](site))
     except (RuntimeError, OSError, httpx.HTTPError) as error:
         print(f"outrider: {error}", file=sys.stderr)

@@ -171,7 +171,10 @@ def _start_server(site: Site) -> None:
         if site.server.pid() is None or time.monotonic() > until:
             said = site.server.last_words()
             _stop(site.server)
-            raise RuntimeError(f"the Prefect server did not start: {said}; see {site.server.log}")
+            raise RuntimeError(
+                f"the Prefect server did not start: {said}; see {site.server.log}. Another port: "
+                "PREFECT_SERVER_API_PORT"
+            )
         time.sleep(0.2)
 
 

@@ -168,24 +168,24 @@ def root_flow_run() -> str | None:
     return str(runtime.flow_run.root_flow_run_id)
 
 
-def _show(create: Callable[..., Any], **page: Any) -> None:
-    """Create an artifact; where the server is away it costs the run this page, after seconds, and not its work."""
-    try:
-        with temporary_settings(updates={PREFECT_CLIENT_MAX_RETRIES: 2}):
-            create(**page)
-    except Exception as error:
-        logger.warning("%s is not shown in Prefect: %s", page["key"], error)
-
-
 def label_stage(flow_run: str | None, stage: str) -> None:
-    """Show the stage as a label of the flow run; a run goes on without it."""
-    if flow_run is None:
-        return
+    """Show the stage as a label of the flow run."""
+    if flow_run is not None:
+        _show(_label, flow_run, {STAGE_LABEL: stage})
+
+
+def _label(flow_run: str, labels: dict[str, str]) -> None:
+    with get_client(sync_client=True) as client:
+        client.update_flow_run_labels(uuid.UUID(flow_run), labels)
+
+
+def _show(tell: Callable[..., Any], *what: Any, **page: Any) -> None:
+    """Tell the server what is for people to see; where it is away that costs a run seconds, and not its work."""
     try:
-        with get_client(sync_client=True) as client:
-            client.update_flow_run_labels(uuid.UUID(flow_run), {STAGE_LABEL: stage})
+        with temporary_settings(updates={PREFECT_CLIENT_MAX_RETRIES: 1}):
+            tell(*what, **page)
     except Exception as error:
-        logger.debug("the stage was not shown: %s", error)
+        logger.warning("%s is not shown in Prefect: %s", page.get("key") or what[-1], error)
 
 
 def new_run_id() -> str:

@@ -28,6 +28,7 @@ class Site:
 
     state: Path
     port: int
+    variables: tuple[tuple[str, str], ...] = ()
 
     @property
     def api(self) -> str:
@@ -37,7 +38,7 @@ class Site:
     def environment(self) -> dict[str, str]:
         plain = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
         own = {"OUTRIDER_STATE": str(self.state), "PREFECT_SERVER_API_PORT": str(self.port)}
-        return {**plain, **QUICK, **own, "HF_HUB_OFFLINE": "1"}
+        return {**plain, **QUICK, **own, **dict(self.variables), "HF_HUB_OFFLINE": "1"}
 
     def operate(self, word: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "flows.operate", word]
@@ -166,9 +167,9 @@ def records(values: Values) -> list[Values]:
 
 
 @contextmanager
-def running(directory: Path) -> Iterator[Site]:
+def running(directory: Path, **variables: str) -> Iterator[Site]:
     """make up, and in the end nothing is left of it."""
-    made = Site(directory / "state", free_port())
+    made = Site(directory / "state", free_port(), tuple(variables.items()))
     done = made.operate("up")
     try:
         assert done.returncode == 0, done.stderr

@@ -5,10 +5,13 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -152,20 +155,19 @@ def test_what_cannot_be_compared_fails_with_the_way_out_and_starts_nothing(
     ids=["nothing", "a word", "half the settings", "unknown keys"],
 )
 def test_an_event_with_a_payload_of_nonsense_starts_no_run(site: Site, payload: Values) -> None:
-    before = retrains(site)
-    site.post(
-        "/events",
-        [
-            {
-                "occurred": "2026-01-01T00:00:00Z",
-                "event": "outrider.data.landed",
-                "resource": {"prefect.resource.id": "outrider.settings.x"},
-                "payload": payload,
-                "id": "00000000-0000-4000-8000-00000000000" + str(len(str(payload)) % 10),
-            }
-        ],
-    )
-    wait_for(lambda: failed_actions(site) >= 1, seconds=40)
+    before, given_up = retrains(site), failed_actions(site)
+    event = {
+        "id": str(uuid4()),
+        "occurred": datetime.now(UTC).isoformat(),
+        "event": "outrider.data.landed",
+        "resource": {"prefect.resource.id": "outrider.settings.x"},
+        "payload": payload,
+    }
+    sent = httpx.post(f"{site.api}/events", json=[event], timeout=30)
+    assert sent.status_code == 204
+
+    wait_for(lambda: failed_actions(site) > given_up, seconds=40)
+
     assert retrains(site) == before
 
 

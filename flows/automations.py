@@ -14,7 +14,7 @@ SILENT = timedelta(seconds=90)
 """Time without a heartbeat (each 30 s) after which a run is lost."""
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Paused", "Suspended")
-OUR_STATES = ("NothingNew", "UnderWay", "DataLanded")
+OUR_STATES = ("NothingNew", "UnderWay", "OnHold", "DataLanded")
 """Names of final states of our flows: their events are called by them."""
 LOST = (
     f"gave no sign of life for {SILENT.seconds} s: its process, worker or machine was lost; see that a worker runs, "
@@ -72,14 +72,23 @@ def crash_silent_runs() -> AutomationCore:
 
 
 def apply_automations(client: SyncPrefectClient) -> None:
-    """Create the automations, or bring them up to date; one that was turned off in the UI stays off."""
-    known = {automation.name: automation for automation in client.read_automations()}
+    """Create the automations, or bring them up to date."""
     for wanted in (retrain_on_data(client), crash_silent_runs()):
-        found = known.get(wanted.name)
-        if found is None:
-            client.create_automation(wanted)
-        else:
-            client.update_automation(found.id, wanted.model_copy(update={"enabled": found.enabled}))
+        apply_automation(client, wanted)
+
+
+def apply_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None:
+    """Create an automation, or bring it up to date; one that was turned off in the UI stays off.
+
+    One that is as wanted is not touched: an update makes the server forget which runs it waits for.
+    """
+    found = client.read_automations_by_name(wanted.name)
+    if not found:
+        client.create_automation(wanted)
+        return
+    as_before = wanted.model_copy(update={"enabled": found[0].enabled})
+    if AutomationCore.model_validate(found[0].model_dump(exclude={"id"})) != as_before:
+        client.update_automation(found[0].id, as_before)
 
 
 def _from_event(template: str) -> dict[str, object]:

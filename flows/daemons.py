@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,35 @@ class Daemon:
         return self.directory / f"{self.name}.json"
 
     def pid(self) -> int | None:
-        """Its pid while it runs; None when it has ended, or another process has that pid by now."""
-        try:
-            values = json.loads(self._record.read_text())
-            pid, began = int(values["pid"]), values["began"]
-        except (OSError, ValueError, KeyError):
-            return None
-        return pid if _began(pid) == began else None
+        """Its pid while it runs; None when it has ended, or another process has that pid by now.
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        Raises RuntimeError when the record cannot be read.
+        """
+        values = self._read()
+        return int(values["pid"]) if values is not None else None
+
+    def address(self) -> str | None:
+        """Where it is to be found while it runs, as it was started with."""
+        values = self._read()
+        return str(values["address"]) if values and values.get("address") else None
+
+    def _read(self) -> dict[str, Any] | None:
+        """The record of the process; None when it does not run."""
+        try:
+            values: dict[str, Any] = json.loads(self._record.read_text())
+            lives = _began(int(values["pid"])) == values["began"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(
+                f"{self._record} cannot be read ({error!r}), so whether the {self.name} runs is unknown: if "
+                f"`ps -ef` shows a `prefect {self.name} start`, end it, then delete the file"
+            ) from error
+        return values if lives else None
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], *, address: str = ""
+    ) -> int:
         """Start it in a session of its own, unless it runs; returns its pid."""
         running = self.pid()
         if running is not None:
@@ -49,10 +70,14 @@ class Daemon:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        text = json.dumps({"pid": process.pid, "began": _began(process.pid), "command": command})
+        values = {"pid": process.pid, "began": _began(process.pid), "address": address}
         new = self._record.with_suffix(".new")
-        new.write_text(text)
-        new.replace(self._record)
+        try:
+            new.write_text(json.dumps(values | {"command": list(command)}))
+            new.replace(self._record)
+        except OSError:  # without a record nobody would ever stop it
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
         return process.pid
 
     def stop(self, *, seconds: float) -> bool:

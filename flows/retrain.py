@@ -46,7 +46,8 @@ def retrain(
     send_log_to_prefect()
     store = Store(settings.store)
     now = take_fingerprint(settings.data, settings.verifier)
-    changes = now.changes_since(last_trained(store, settings.name))
+    draft = settings.promote.draft_of(settings.verifier)
+    changes = now.changes_since(last_trained(store, settings.name, draft))
     if not changes:
         message = f"{settings.name}: nothing new since the last training (train-draft trains whatever there is)"
         logger.info(message)
@@ -55,13 +56,15 @@ def retrain(
     if fingerprint not in {None, now.digest}:
         logger.info("more has landed since the event: this run trains on all of it")
     if start_from == "draft in service":
-        settings = _from_draft_in_service(store, settings)
+        settings = _from_draft_in_service(store, settings, draft)
     return train_draft(settings)
 
 
-def _from_draft_in_service(store: Store, settings: PipelineSettings) -> PipelineSettings:
+def _from_draft_in_service(
+    store: Store, settings: PipelineSettings, draft: str
+) -> PipelineSettings:
     """The settings with train.init set to the speculator of the draft in service, if there is one."""
-    now = drafts.current(store, settings.promote.draft_of(settings.verifier))
+    now = drafts.current(store, draft)
     if now is None or settings.train.init is not None:
         return settings
     logger.info("training starts from the draft of run %s, %s", now.run, now.location)

@@ -42,7 +42,7 @@ def describe_end(flow_run: FlowRun, state: State[Any]) -> str:
         "",
         f"- **stage** {record['at'] if record and 'at' in record else 'before the first'}",
         f"- **cause** {' '.join(str(cause).split())}",
-        f"- **next step** {_next_step(state)}",
+        f"- **next step** {_next_step(flow_run, state)}",
     ]
     if record:
         done = ", ".join(record["stages"]) or "none"
@@ -50,7 +50,11 @@ def describe_end(flow_run: FlowRun, state: State[Any]) -> str:
     return "\n".join(lines)
 
 
-def _next_step(state: State[Any]) -> str:
+def _next_step(flow_run: FlowRun, state: State[Any]) -> str:
+    if flow_run.parameters.get("plan"):
+        return (
+            "nothing, unless it comes again: the run that started this one submits its rows again"
+        )
     again = "press *Retry* here or start the run again: all that is in the store is reused, and it goes on where it was"
     if state.is_crashed():
         return f"its process, worker or machine ended; see that a worker runs, then {again}"

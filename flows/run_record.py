@@ -5,12 +5,14 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from prefect import Task, runtime
+from prefect import Task, get_client, runtime
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.settings import PipelineSettings
 from flows.stage_page import describe_data, describe_stage
@@ -21,6 +23,9 @@ from tasks.fingerprint import Fingerprint, record_trained
 from tasks.stage import StageResult, announce
 
 logger = logging.getLogger(__name__)
+
+STAGE_LABEL = "outrider.stage"
+"""Label of a flow run with the stage that it is at: what the server knows of a run that has gone."""
 
 
 class RunRecord:
@@ -62,6 +67,7 @@ class RunRecord:
         """Note that the work of a stage begins, before its task does where there is more to it."""
         self.record["at"] = name
         self._save()
+        label_stage(self.record["flow_run"], name)
         self._begun = time.monotonic()
 
     def making(self, paths: list[str]) -> None:
@@ -97,7 +103,8 @@ class RunRecord:
             seconds,
             result.key[:12],
         )
-        create_markdown_artifact(
+        _show(
+            create_markdown_artifact,
             key=f"stage-{name.replace('_', '-')}",
             markdown=describe_stage(self._store, name, entry, result),
             description=f"{name}: {state}",
@@ -143,8 +150,10 @@ class RunRecord:
         }
         del self.record["at"]
         self._close()
-        record_trained(self._store, self.record["name"], trained_on, run=self.run_id)
-        create_table_artifact(
+        name, draft = self.record["name"], promotion["draft"]
+        record_trained(self._store, name, draft, trained_on, run=self.run_id)
+        _show(
+            create_table_artifact,
             key="stages",
             table=[
                 {"stage": name, **{k: entry[k] for k in ("state", "rows", "seconds", "key")}}
@@ -179,6 +188,26 @@ def root_flow_run() -> str | None:
     if context is None or context.flow_run is None:
         return None
     return str(runtime.flow_run.root_flow_run_id)
+
+
+def label_stage(flow_run: str | None, stage: str) -> None:
+    """Show the stage as a label of the flow run."""
+    if flow_run is not None:
+        _show(_label, flow_run, {STAGE_LABEL: stage})
+
+
+def _label(flow_run: str, labels: dict[str, str]) -> None:
+    with get_client(sync_client=True) as client:
+        client.update_flow_run_labels(uuid.UUID(flow_run), labels)
+
+
+def _show(tell: Callable[..., Any], *what: Any, **page: Any) -> None:
+    """Tell the server what is for people to see; where it is away that costs a run seconds, and not its work."""
+    try:
+        with temporary_settings(updates={PREFECT_CLIENT_MAX_RETRIES: 1}):
+            tell(*what, **page)
+    except Exception as error:
+        logger.warning("%s is not shown in Prefect: %s", page.get("key") or what[-1], error)
 
 
 def new_run_id() -> str:

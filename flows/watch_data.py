@@ -2,7 +2,9 @@
 
 python -m flows.watch_data SETTINGS.yaml
 
-It compares with what was last *trained* on, not with what it saw last: an event that was lost is sent again.
+It compares with what was last *trained* on, not with what it saw last: an event that was lost is sent again. It ends as
+NothingNew, DataLanded (the event was sent), UnderWay (a retrain of that data waits or runs) or OnHold (one was
+cancelled, or three have failed).
 """
 
 import logging
@@ -19,7 +21,8 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events import emit_event
 from prefect.states import Completed
 
@@ -36,6 +39,10 @@ RESOURCE = "outrider.settings"
 """Prefix of the resource that an event is about: the settings, by their name."""
 RETRAIN = "retrain"
 UNDER_WAY = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
+FAILURES = 3
+"""Retrains of the same data that may fail; a crashed one does not count: the next starts where it was."""
+STOPPED_BY_DOWN = "outrider.stopped-by-make-down"
+"""Label of runs that make down cancelled: nobody meant that their data should not be trained on."""
 
 
 @flow(
@@ -53,13 +60,20 @@ def watch_data(settings: PipelineSettings) -> State[Any]:
     """
     send_log_to_prefect()
     now = take_fingerprint(settings.data, settings.verifier)
-    changes = now.changes_since(last_trained(Store(settings.store), settings.name))
+    draft = settings.promote.draft_of(settings.verifier)
+    changes = now.changes_since(last_trained(Store(settings.store), settings.name, draft))
     if not changes:
         return _said("NothingNew", f"{settings.name}: nothing new since the last training")
     new = "; ".join(changes)
-    run = _retrain_under_way(now.digest)
-    if run is not None:
-        return _said("UnderWay", f"{settings.name}: {new}; the run {run} is to train on it")
+    runs = _retrains_of(now.digest)
+    for run in runs:
+        if run.state_type in UNDER_WAY:
+            return _said(
+                "UnderWay", f"{settings.name}: {new}; the run {run.name} is to train on it"
+            )
+    held = _why_on_hold(runs, settings)
+    if held:
+        return _said("OnHold", f"{settings.name}: {new}; {held}")
     emit_event(
         EVENT,
         resource={
@@ -82,17 +96,30 @@ def _said(name: str, message: str) -> State[Any]:
     return Completed(name=name, message=message)
 
 
-def _retrain_under_way(fingerprint: str) -> str | None:
-    """The name of a retrain of this very data that waits or runs."""
+def _retrains_of(fingerprint: str) -> list[FlowRun]:
+    """The retrains of this very data that have not completed, the newest first."""
+    wanted = [*UNDER_WAY, StateType.FAILED, StateType.CANCELLED]
     with get_client(sync_client=True) as client:
         found = client.read_flow_runs(
             deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[RETRAIN])),
             flow_run_filter=FlowRunFilter(
-                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=UNDER_WAY))
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=wanted))
             ),
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         )
-    same = [run.name for run in found if run.parameters.get("fingerprint") == fingerprint]
-    return same[0] if same else None
+    return [run for run in found if run.parameters.get("fingerprint") == fingerprint]
+
+
+def _why_on_hold(runs: list[FlowRun], settings: PipelineSettings) -> str | None:
+    """Why no run is started: with these settings it was cancelled by hand, or failed time and again."""
+    same = [run for run in runs if run.parameters["settings"] == settings.model_dump(mode="json")]
+    again = "press Retry on its page, or start retrain by hand"
+    for run in same[:1]:
+        if run.state_type == StateType.CANCELLED and not run.labels.get(STOPPED_BY_DOWN):
+            return f"the run {run.name} that was to train on it was cancelled: {again}"
+    if [run.state_type for run in same[:FAILURES]] == [StateType.FAILED] * FAILURES:
+        return f"{FAILURES} runs that were to train on it failed: mend the cause, then {again}"
+    return None
 
 
 if __name__ == "__main__":

@@ -140,8 +140,12 @@ def promotion_file(draft: str, promotion: str) -> str:
 
 
 def _draft_directory(draft: str) -> str:
+    return f"{DRAFTS}/{_draft_part(draft)}"
+
+
+def _draft_part(draft: str) -> str:
     """Other characters of the name than those of paths become '-'."""
-    return f"{DRAFTS}/{_part(re.sub(r'[^A-Za-z0-9._-]+', '-', draft).strip('-.'))}"
+    return _part(re.sub(r"[^A-Za-z0-9._-]+", "-", draft).strip("-."))
 
 
 def run_record(run_id: str) -> str:
@@ -149,9 +153,9 @@ def run_record(run_id: str) -> str:
     return f"{RUN_RECORDS}/{_part(run_id)}.json"
 
 
-def trained_file(name: str) -> str:
-    """The file that says what the last completed run of the settings of that name was trained on."""
-    return f"{TRAINED}/{_part(name)}.json"
+def trained_file(name: str, draft: str) -> str:
+    """The file that says what the last completed run of the settings of that name, for that draft, was trained on."""
+    return f"{TRAINED}/{_part(name)}/{_draft_part(draft)}.json"
 
 
 def _part(name: str) -> str:

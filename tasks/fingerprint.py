@@ -59,28 +59,34 @@ def take_fingerprint(data: DataSettings, verifier: VerifierSettings) -> Fingerpr
     return Fingerprint(sources, _verifier_version(verifier))
 
 
-def last_trained(store: Store, name: str) -> Fingerprint | None:
-    """What the last completed run of the settings `name` was trained on; None when there was none."""
+def last_trained(store: Store, name: str, draft: str) -> Fingerprint | None:
+    """What the last completed run of the settings `name` for this draft was trained on; None when there was none.
+
+    Two verifiers may be trained for under one name: each has a draft of its own.
+    """
+    file = trained_file(name, draft)
     try:
-        values = store.read_json(trained_file(name))
+        values = store.read_json(file)
         return Fingerprint(dict(values["sources"]), str(values["verifier"]))
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{store.url}/{trained_file(name)} cannot be read ({error}); delete it to have everything count as new"
+            f"{store.url}/{file} cannot be read ({error}); delete it to have everything count as new"
         ) from error
 
 
-def record_trained(store: Store, name: str, fingerprint: Fingerprint, *, run: str) -> None:
-    """Note, in one step, what the run `run` of the settings `name` was trained on."""
+def record_trained(
+    store: Store, name: str, draft: str, fingerprint: Fingerprint, *, run: str
+) -> None:
+    """Note, in one step, what the run `run` of the settings `name` for this draft was trained on."""
     values: dict[str, Any] = {
         "run": run,
         "fingerprint": fingerprint.digest,
         "sources": dict(fingerprint.sources),
         "verifier": fingerprint.verifier,
     }
-    store.write_json(trained_file(name), values)
+    store.write_json(trained_file(name, draft), values)
 
 
 def _verifier_version(settings: VerifierSettings) -> str:

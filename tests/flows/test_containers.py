@@ -1,4 +1,4 @@
-"""The files for Docker and Kubernetes work pools, as a Prefect server and `prefect deploy` take them."""
+"""Docker and Kubernetes work pools, as a Prefect server and `prefect deploy` take their files; the compose file."""
 
 import asyncio
 import json
@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import prefect.settings
 import pytest
+import yaml
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.workers.base import BaseJobConfiguration
@@ -128,6 +130,79 @@ def test_the_image_holds_every_package_and_no_more_of_the_repository() -> None:
 
     assert {package.split(".")[0] for package in packages} < set(names)
     assert all((ROOT / name).exists() for name in names)
+
+
+def compose() -> dict[str, Any]:
+    """The compose file, with the values that deployments/compose.env gives its variables, a password beside them."""
+    pairs = (line.split("=", 1) for line in COMPOSE_ENV.splitlines() if "=" in line)
+    given = dict(pairs) | {"POSTGRES_PASSWORD": "secret"}
+
+    def value(match: re.Match[str]) -> str:
+        return given[match[1]]  # each variable is in compose.env
+
+    text = (DEPLOYMENTS / "docker-compose.yaml").read_text()
+    made: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{(\w+)[^}]*\}", value, text))
+    return made
+
+
+COMPOSE_ENV = (DEPLOYMENTS / "compose.env").read_text()
+
+
+def test_the_services_of_compose_find_each_other() -> None:
+    services = compose()["services"]
+
+    assert {one["image"] for one in services.values()} == {"postgres:16", "outrider:latest"}
+    assert (
+        "docker build --file deployments/Dockerfile --tag outrider ."
+        in (DEPLOYMENTS / "docker-compose.yaml").read_text()
+    )
+    server, database = services["server"]["environment"], services["database"]["environment"]
+    user, name = database["POSTGRES_USER"], database["POSTGRES_DB"]
+    assert server["PREFECT_API_DATABASE_CONNECTION_URL"] == (
+        f"postgresql+asyncpg://{user}:{database['POSTGRES_PASSWORD']}@database:5432/{name}"
+    )
+    assert "--host 0.0.0.0 --port 4200" in services["server"]["command"]
+    assert services["server"]["ports"] == ["127.0.0.1:4200:4200"]
+    for service in ("server", "deploy", "worker"):
+        environment = services[service]["environment"]
+        assert environment["PREFECT_API_URL"] == "http://server:4200/api"
+        for needed, how in services[service]["depends_on"].items():
+            healthy = how["condition"] == "service_healthy"
+            assert healthy == ("healthcheck" in services[needed])
+
+
+def test_compose_sets_only_what_prefect_and_outrider_read() -> None:
+    ours = "".join(
+        path.read_text() for name in ("flows", "tasks") for path in (ROOT / name).rglob("*.py")
+    )
+    for service in ("server", "deploy", "worker"):
+        for name in compose()["services"][service]["environment"]:
+            assert hasattr(prefect.settings, name) or name in ours, name
+    assert not hasattr(prefect.settings, "PREFECT_NO_SUCH")  # it does look
+
+
+def test_compose_keeps_what_has_to_stay_in_volumes_and_starts_what_make_up_starts() -> None:
+    made = compose()
+    services = made["services"]
+    mounts = {
+        name: dict(reversed(one.split(":")[:2]) for one in service.get("volumes", []))
+        for name, service in services.items()
+    }
+    named = {source for found in mounts.values() for source in found.values() if "/" not in source}
+
+    assert named == set(made["volumes"])
+    assert mounts["database"]["/var/lib/postgresql/data"] == "database"
+    assert mounts["server"][services["server"]["environment"]["PREFECT_HOME"]] == "prefect"
+    assert mounts["worker"][services["worker"]["environment"]["OUTRIDER_CACHE"]] == "cache"
+    assert mounts["worker"]["/store"] == "./runs"
+    pool = {one["work_pool"]["name"] for one in deployments()}
+    assert services["worker"]["command"] == f"prefect worker start --pool {pool.pop()}"
+    assert services["deploy"]["command"] == "python -m flows.operate deploy"
+    assert "prefect.yaml" in dockerfile()  # which that reads
+
+
+def deployments() -> list[dict[str, Any]]:
+    return list(yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"])
 
 
 def dockerfile() -> str:

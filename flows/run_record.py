@@ -126,7 +126,8 @@ class RunRecord:
             split=split.parts[0],
             vocab=vocab.parts[0],
         )
-        create_markdown_artifact(
+        _show(
+            create_markdown_artifact,
             key="data-report",
             markdown=describe_data(data),
             description="What this run learns from: sources, lengths, samples, vocabulary coverage",
@@ -196,7 +197,7 @@ def label_stage(flow_run: str | None, stage: str) -> None:
         _show(_label, flow_run, {STAGE_LABEL: stage})
 
 
-def _label(flow_run: str, labels: dict[str, str]) -> None:
+def _label(flow_run: str, labels: dict[str, bool | int | float | str]) -> None:
     with get_client(sync_client=True) as client:
         client.update_flow_run_labels(uuid.UUID(flow_run), labels)
 

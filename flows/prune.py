@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from flows.run_records import PLACES, Record, find_in, is_live, read_all
 from storage import artifacts, drafts
 from storage.artifacts import Identity
-from storage.layout import STATES, run_record
+from storage.layout import CHECKPOINT_PLACES, CHECKPOINTS, MANIFEST_NAME, STATES, run_record
 from storage.store import Store
 from tasks.byte_sizes import show_bytes
 
@@ -109,6 +109,7 @@ def plan_prune(store: Store, choice: Choice, *, now: datetime | None = None) -> 
     removals = [Removal(p, sizes[p], _reason(owners[p], choice)) for p in going(given_up)]
     kept = set(open_paths) - {removal.path for removal in removals}
     removals += _abandoned(store, {path: survey[path] for path in sorted(kept)})
+    removals += _outlived(survey, sorted((kept | served) & survey.keys()))
     given_up_records = tuple(r for r in records if r["run"] in given_up)
     return Plan(
         removals=tuple(removals),
@@ -264,6 +265,17 @@ def _abandoned(store: Store, kept: Survey) -> list[Removal]:
         for path, below in kept.items()
         if store.is_local or len(below) > 2  # else there are a manifest and its attempt
         for attempt in artifacts.abandoned(store, path, age=timedelta(0))
+    ]
+
+
+def _outlived(survey: Survey, kept: Iterable[str]) -> list[Removal]:
+    """Checkpoints beside a trained draft, where the training's job was killed before it removed them."""
+    return [
+        Removal(f"{path}/{below}", size, "checkpoints of a completed training")
+        for path in kept
+        if path.startswith(f"{CHECKPOINTS}/") and MANIFEST_NAME in survey[path]
+        for below, size in survey[path].items()
+        if below in CHECKPOINT_PLACES
     ]
 
 

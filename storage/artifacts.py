@@ -250,9 +250,19 @@ def set_aside(store: Store, path: str, *, problem: str) -> None:
 
 
 def remove(store: Store, path: str) -> None:
-    """Delete an artifact, its manifest first: killed half-way, it is none rather than broken."""
+    """Delete an artifact, its manifest first: killed half-way, it is none rather than broken.
+
+    What another process is writing at its place stays.
+    """
+    try:
+        own = {entry.path.split("/", 1)[0] for entry in peek(store, path).files.values()}
+    except ArtifactError:
+        own = set()
     store.delete(f"{path}/{MANIFEST_NAME}")
-    store.delete(path)
+    for attempt in own:
+        store.delete(f"{path}/{attempt}")
+    if not store.directories(path):
+        store.delete(path)
 
 
 def remove_all(store: Store, path: str) -> None:

@@ -25,6 +25,7 @@ from storage.layout import (
     best_directory,
     bests_directory,
     checkpoint_directory,
+    is_step,
     metrics_directory,
     parse_step,
     segments_directory,
@@ -78,7 +79,9 @@ class Checkpoints:
         self._sealed_entries = 0
 
     def save(self, checkpoint: Checkpoint) -> Manifest | None:
-        """Store a checkpoint; a process killed on the way leaves none. None when it was abandoned.
+        """Store a checkpoint; a process killed on the way leaves none.
+
+        None when it was abandoned, or another run, whose end removes the checkpoints, has completed the training.
 
         Raises:
             ValueError: state or history are no JSON, or the best weights were neither given nor stored before.
@@ -89,8 +92,14 @@ class Checkpoints:
         try:
             return self._save(checkpoint, state_json)
         except AbandonedError:
-            logger.info("the checkpoint of step %d is not needed any more", checkpoint.step)
-            return None
+            cause = "the training has come to its end"
+        except (StoreError, OSError):
+            if artifacts.find(self._store, self._training) is None:
+                raise
+            self.abandon()
+            cause = "another run has completed this training"
+        logger.info("the checkpoint of step %d is not needed any more: %s", checkpoint.step, cause)
+        return None
 
     def abandon(self) -> None:
         """Give up a checkpoint that is being saved, in another thread, and every one after it."""
@@ -195,9 +204,10 @@ class Checkpoints:
         manifests = [
             artifacts.peek(self._store, checkpoint_directory(self._key, step)) for step in kept
         ]
-        wanted = {manifest.settings["best_step"] for manifest in manifests}
+        wanted = {manifest.settings["best_step"] for manifest in manifests} - {None}
         for step in self._with_manifest(bests_directory(self._key)):
-            if step not in wanted:
+            # one that is newer may be of another run, whose checkpoint is still being written
+            if step not in wanted and step < max(wanted, default=0):
                 artifacts.remove(self._store, best_directory(self._key, step))
 
     def _save_best(self, checkpoint: Checkpoint) -> None:
@@ -294,17 +304,28 @@ class Checkpoints:
         return sorted(
             parse_step(name)
             for name in self._store.directories(directory)
-            if self._store.size(f"{directory}/{name}/{MANIFEST_NAME}") is not None
+            if is_step(name) and self._store.size(f"{directory}/{name}/{MANIFEST_NAME}") is not None
         )
 
     def _way_out(self, step: int, problem: str) -> str:
         path = f"{self._store.url}/{checkpoint_directory(self._key, step)}"
-        older = [found for found in self.steps() if found < step]
-        if older:
-            instead = f"set train.on_bad_checkpoint to older to go on from step {older[-1]}"
+        older = [found for found in reversed(self.steps()) if found < step]
+        good = next((found for found in older if self._is_good(found)), None)
+        if good is not None:
+            instead = f"set train.on_bad_checkpoint to older to go on from step {good}"
+        elif older:
+            directory = f"{self._store.url}/{steps_directory(self._key)}"
+            instead = f"no older one can be read either: delete {directory} to train from the start"
         else:
             instead = "there is no older one: delete it to train from the start"
         return f"the checkpoint {path} cannot be read ({problem}); {instead}"
+
+    def _is_good(self, step: int) -> bool:
+        try:
+            Checkpoints(self._store, self._training)._load(step)
+        except (ArtifactError, KeyError, ValueError):
+            return False
+        return True
 
 
 @contextmanager

@@ -67,6 +67,9 @@ STAGE_DIRECTORIES = (
 )  # fmt: skip
 """Directories that hold artifacts, in the order of the pipeline."""
 
+STEPS, BESTS, SEGMENTS = CHECKPOINT_PLACES = ("steps", "best", "metrics")
+"""Beside a trained draft: what its training goes on from."""
+
 _STEP = re.compile(r"step-(\d{9,})")
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -83,7 +86,7 @@ def shard_directory(capture_key: str, shard_key: str) -> str:
 
 def steps_directory(train_key: str) -> str:
     """Where all checkpoints of one training lie."""
-    return f"{CHECKPOINTS}/{_part(train_key)}/steps"
+    return f"{CHECKPOINTS}/{_part(train_key)}/{STEPS}"
 
 
 def checkpoint_directory(train_key: str, step: int) -> str:
@@ -95,7 +98,7 @@ def checkpoint_directory(train_key: str, step: int) -> str:
 
 def bests_directory(train_key: str) -> str:
     """Where the best weights of one training lie."""
-    return f"{CHECKPOINTS}/{_part(train_key)}/best"
+    return f"{CHECKPOINTS}/{_part(train_key)}/{BESTS}"
 
 
 def best_directory(train_key: str, step: int) -> str:
@@ -105,12 +108,17 @@ def best_directory(train_key: str, step: int) -> str:
 
 def segments_directory(train_key: str) -> str:
     """Where the metrics of one training lie, in segments."""
-    return f"{CHECKPOINTS}/{_part(train_key)}/metrics"
+    return f"{CHECKPOINTS}/{_part(train_key)}/{SEGMENTS}"
 
 
 def metrics_directory(train_key: str, start: int, stop: int) -> str:
     """Where the entries [start, stop) of a training's metrics lie."""
     return f"{segments_directory(train_key)}/entries-{start:09d}-{stop:09d}"
+
+
+def is_step(name: str) -> bool:
+    """Tell whether it is the name of a checkpoint's directory."""
+    return _STEP.fullmatch(name) is not None
 
 
 def parse_step(name: str) -> int:

@@ -76,13 +76,14 @@ class StageResult:
         return self.parts[0].facts
 
 
-def worth_a_retry(_task: Any, _run: Any, state: State[Any]) -> bool:
+def worth_a_retry(task: Any, _run: Any, state: State[Any]) -> bool:
     """Tell whether a failed task run is worth another try: wrong input stays wrong, lost input is lost."""
     try:
         state.result()
     except (ValueError, ArtifactError):
         return False
-    except Exception:
+    except Exception as error:
+        logger.warning("%s failed and is tried again: %s", task.name, " ".join(str(error).split()))
         return True
     return False
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from storage.artifacts import Identity
+from storage.checkpoints import Checkpoints
 from storage.layout import CHECKPOINTS
 from storage.store import Store
 from tasks.eagle3.draft_plan import DraftPlan
@@ -73,13 +74,15 @@ def train(
         "initial": initial.parts[0].path if initial is not None else None,
         "settings": settings.model_dump(mode="json"),
     }
-    return build_parts(
+    trained = build_parts(
         store,
         [wanted],
         MODULE,
         requests=[request],
         gpus=GpuNeed(settings.device, settings.gpus, gpu_policy),
     )
+    Checkpoints(store, wanted).remove_all()  # a job killed at its very end leaves some
+    return trained
 
 
 def draft_parts(

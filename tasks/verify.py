@@ -37,6 +37,8 @@ def verify_store(
 def _problems(store: Store, path: str, *, deep: bool) -> list[str]:
     try:
         manifest = artifacts.peek(store, path)
-    except ArtifactError as error:
-        return [str(error)]
-    return [f"{path}: {problem}" for problem in artifacts.verify(store, manifest, deep=deep)]
+        found = [f"{path}: {one}" for one in artifacts.verify(store, manifest, deep=deep)]
+    except (ArtifactError, FileNotFoundError) as error:
+        found = [str(error)]
+    # else a live run has let go of it since the store was listed
+    return found if store.size(f"{path}/{MANIFEST_NAME}") is not None else []

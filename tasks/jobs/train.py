@@ -87,7 +87,7 @@ def _lead(
         with writer.file(METRICS_TABLE, in_content=False) as path:  # it holds times
             write_metrics(path, training.position.history)
         writer.publish(rows=training.position.step, facts=facts)
-    checkpoints.remove_all()
+    checkpoints.remove_all()  # as the stage does: these are many bytes, and it may wait for others
 
 
 def _help(request: dict[str, Any], settings: TrainSettings, ranks: Ranks) -> None:
@@ -228,7 +228,7 @@ def _explain_new_start(store: Store, wanted: Identity) -> None:
             for name, (there, here) in nearest.differences.items()
         )
         logger.info(
-            "training starts anew: it differs from the one in %s (step %d) in %s; the checkpoints there stay",
+            "training starts anew: it differs from the one in %s (step %d) in %s; that one stays",
             nearest.directory,
             nearest.step,
             changes,

@@ -139,11 +139,12 @@ def test_a_killed_run_keeps_what_it_was_making_until_it_is_given_up(store: Store
     partial, other = make(store, "checkpoints", "partial"), make(store, "checkpoints", "other")
     shard, step = make(store, "states", "a"), f"{partial}/steps/step-000000007/manifest.json"
     store.write_bytes(step, b"{}")
+    store.delete(f"{partial}/manifest.json")
     making = {"state": "running", "at": "train", "process": process}
     record(store, "run-1", **making, making=[partial, "states/capture"])
 
-    assert prune(store) == {partial, step.removesuffix("/manifest.json"), shard}
-    assert prune(store, states_only=True) == {partial, step.removesuffix("/manifest.json"), shard}
+    assert prune(store) == {step.removesuffix("/manifest.json"), shard}
+    assert prune(store, states_only=True) == {step.removesuffix("/manifest.json"), shard}
     with pytest.raises(ValueError, match="run-1 is killed, and goes on from its states"):
         prune(store, runs=("run-1",), states_only=True)
     assert prune(store, runs=("run-1",)) == set()
@@ -231,6 +232,24 @@ def test_what_killed_attempts_left_beside_artifacts_that_stay_goes(tmp_path: Pat
     assert not hidden.exists()
     assert left(store) == {path}
     assert artifacts.verify(store, artifacts.require(store, path), deep=True) == []
+
+
+def test_checkpoints_that_a_completed_training_has_left_go(store: Store) -> None:
+    done, going_on = make(store, "checkpoints", "done"), make(store, "checkpoints", "more")
+    record(store, "a", train=[done])
+    record(store, "b", day=2, state="failed", making=[going_on])
+    store.delete(f"{going_on}/manifest.json")
+    for path in (done, going_on):
+        for place in ("steps", "best"):
+            store.write_bytes(f"{path}/{place}/step-000000001/manifest.json", b"{}")
+
+    plan = plan_prune(store, Choice(), now=NOW)
+    assert sorted(one.path for one in plan.removals) == [f"{done}/best", f"{done}/steps"]
+    carry_out(store, plan)
+    assert left(store) == {
+        done,
+        *(f"{going_on}/{place}/step-000000001" for place in ("steps", "best")),
+    }
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "-1d", "1 year"])

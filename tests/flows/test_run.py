@@ -96,6 +96,18 @@ def test_samples_are_no_longer_than_the_verifiers_context(tiny, tmp_path, prefec
     assert computed(run_flow(longer, prefect_api)) == []
 
 
+def test_checkpoints_that_a_killed_job_left_beside_its_draft_go(tiny, tmp_path, prefect_api):
+    copy = tiny.copy(tmp_path)
+    (trained,) = (copy.store / "checkpoints").iterdir()
+    for place in ("steps", "best"):
+        (trained / place / "step-000000001").mkdir(parents=True)
+        (trained / place / "step-000000001" / "manifest.json").write_text("{}")
+
+    assert computed(run_flow(copy.values, prefect_api)) == []
+    assert not (trained / "steps").exists()
+    assert not (trained / "best").exists()
+
+
 def test_a_draft_config_counts_by_its_content(tiny, tmp_path, prefect_api):
     copy = tiny.copy(tmp_path)
     file = tmp_path / "draft.json"

@@ -10,7 +10,7 @@ import torch
 from storage.artifacts import Identity, find, peek, remove_all, verify, write
 from storage.checkpoints import SEGMENT_ENTRIES, Checkpoint, CheckpointError, Checkpoints
 from storage.layout import best_directory, checkpoint_directory
-from storage.store import Store
+from storage.store import Store, StoreError
 
 TRAINING = Identity(
     stage="checkpoints", version=1, settings={"train": {"lr": 0.1}}, inputs={"states": "ab"}
@@ -271,6 +271,58 @@ def test_a_save_that_is_abandoned_on_the_way_leaves_nothing(tmp_path: Path) -> N
         assert saving.result() is None
     assert [path for path in directory.rglob("*") if path.is_file()] == []
     assert checkpoints.save(make(30)) is None
+    assert latest(store).step == 10
+
+
+def test_what_another_run_is_writing_is_not_pruned(store: Store) -> None:
+    mine = opened(store)
+    mine.save(make(10, best_step=10, best=best(10)))
+    mine.save(make(20, best_step=20, best=best(20)))
+    attempt = f"{checkpoint_directory(KEY, 10)}/attempt-29990101T000000000000-0123abcd/x"
+    store.write_bytes(attempt, b"half")  # it is behind, and its best weights are to come
+    ahead = Identity("checkpoint.best", 1, {"step": 30}, {}, directory=best_directory(KEY, 30))
+    with write(store, ahead) as writer:
+        writer.add_tensors("tensors.safetensors", best(30))
+        writer.publish(rows=1)
+    mine.prune(keep=1)
+    assert opened(store).steps() == [20]
+    assert store.exists(attempt)
+    assert bests(store) == ["step-000000020", "step-000000030"]
+
+
+def test_a_save_that_fails_because_another_run_has_completed_the_training_is_no_failure(
+    tmp_path: Path,
+) -> None:
+    store = Store(str(tmp_path))
+    mine = opened(store)
+    mine.save(make(10))
+    (tmp_path / checkpoint_directory(KEY, 20)).write_bytes(b"in the way")
+    with pytest.raises(StoreError):
+        mine.save(make(20))
+    with write(store, TRAINING) as writer:
+        writer.add_tensors("draft.safetensors", best(10))
+        writer.publish(rows=20)
+    assert mine.save(make(20)) is None
+    assert mine.save(make(30)) is None
+
+
+def test_where_the_best_weights_are_bad_no_older_checkpoint_with_them_is_named(
+    store: Store,
+) -> None:
+    for step in (5, 10, 20):
+        made = 10 if step > 5 else None
+        opened(store).save(make(step, best_step=made, best=best(10)))
+    flip_bit(store, tensors_file(store, best_directory(KEY, 10)))
+    with pytest.raises(CheckpointError, match="older to go on from step 5"):
+        opened(store).load_latest()
+    store.delete(checkpoint_directory(KEY, 5))
+    with pytest.raises(CheckpointError, match="no older one can be read either: delete"):
+        opened(store).load_latest()
+
+
+def test_other_directories_beside_the_checkpoints_are_passed_over(store: Store) -> None:
+    opened(store).save(make(10))
+    store.write_bytes(f"checkpoints/{KEY}/steps/old copy/manifest.json", b"{}")
     assert latest(store).step == 10
 
 

@@ -221,7 +221,7 @@ def test_a_changed_setting_starts_anew_and_says_why_in_one_line(request_of, capl
     (line,) = [record.message for record in caplog.records if "anew" in record.message]
     assert line == (
         f"training starts anew: it differs from the one in {directory(first).relative_to(first['store'])} "
-        f"(step {last}) in train.epochs 1 (there 2), train.lr 0.005 (there 0.001); the checkpoints there stay"
+        f"(step {last}) in train.epochs 1 (there 2), train.lr 0.005 (there 0.001); that one stays"
     )
     assert steps(first)[-1] == last
 

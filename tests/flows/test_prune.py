@@ -238,7 +238,7 @@ def test_checkpoints_that_a_completed_training_has_left_go(store: Store) -> None
     done, going_on = make(store, "checkpoints", "done"), make(store, "checkpoints", "more")
     record(store, "a", train=[done])
     record(store, "b", day=2, state="failed", making=[going_on])
-    store.delete(f"{going_on}/manifest.json")
+    store.delete(going_on)
     for path in (done, going_on):
         for place in ("steps", "best"):
             store.write_bytes(f"{path}/{place}/step-000000001/manifest.json", b"{}")

@@ -122,6 +122,7 @@ def _stages(run: RunRecord, store: Store, settings: PipelineSettings) -> dict[st
             warm_start, store, layer_ids, source=settings.train.init, verifier=verifier, draft=draft
         )
 
+    run.begin("collect")
     # before the sources are read: what lands from here on is new to whoever compares
     trained_on = take_fingerprint(settings.data, settings.verifier)
     conversations = run.stage(collect, store, settings.data)

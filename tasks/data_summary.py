@@ -8,10 +8,9 @@ import numpy as np
 
 from storage import artifacts
 from storage.arrays import read_arrays
-from storage.artifacts import ArtifactError
 from storage.layout import SPLIT_TABLE, VOCAB_FILE
 from storage.manifest import Manifest
-from storage.store import Store, StoreError
+from storage.store import Store
 from storage.tables import read_table
 from tasks.length_histogram import add_up
 from tasks.plots import Plot, bar_plot, line_plot
@@ -23,7 +22,7 @@ CURVE_POINTS = 100
 
 @dataclass(frozen=True)
 class DataSummary:
-    """Figures, plots and samples; what its artifacts no longer tell is empty or None."""
+    """Figures, plots and samples; what no artifact tells is empty or None."""
 
     figures: dict[str, str]
     """What was read and what became of it, by name."""
@@ -47,7 +46,10 @@ def summarize_data(
     split: Manifest | None,
     vocab: Manifest | None,
 ) -> DataSummary:
-    """Return what the parts of a run's first stages say of its data, as far as they are there."""
+    """Return what the parts of a run's first stages say of its data, as far as they are given.
+
+    Raises ArtifactError for a file of theirs that has gone or is corrupt.
+    """
     facts = {} if vocab is None else vocab.facts
     return DataSummary(
         figures=_figures(conversations, samples, facts),
@@ -93,11 +95,8 @@ def _dropped(parts: Sequence[Manifest]) -> str:
 
 
 def _sources(store: Store, split: Manifest) -> dict[str, tuple[int, ...]]:
-    try:
-        with artifacts.open_file(store, split, SPLIT_TABLE) as path:
-            table = read_table(path, columns=["source", "side"])
-    except (ArtifactError, StoreError):
-        return {}
+    with artifacts.open_file(store, split, SPLIT_TABLE) as path:
+        table = read_table(path, columns=["source", "side"])
     counted = table.group_by(["source", "side"]).aggregate([([], "count_all")]).to_pylist()
     found = {(row["source"], row["side"]): row["count_all"] for row in counted}
     names = sorted({source for source, _ in found})
@@ -116,11 +115,8 @@ def _lengths(samples: Sequence[Manifest]) -> Plot | None:
 
 
 def _coverage_by_size(store: Store, vocab: Manifest) -> Plot | None:
-    try:
-        with artifacts.open_file(store, vocab, VOCAB_FILE) as path:
-            counts = read_arrays(path)["counts"]
-    except (ArtifactError, StoreError):
-        return None
+    with artifacts.open_file(store, vocab, VOCAB_FILE) as path:
+        counts = read_arrays(path)["counts"]
     covered = np.cumsum(np.sort(counts[counts > 0])[::-1])  # [distinct tokens]
     sizes = np.unique(np.linspace(1, len(covered), CURVE_POINTS).astype(np.int64))
     points = [(float(size), float(covered[size - 1] / covered[-1])) for size in sizes]

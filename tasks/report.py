@@ -12,7 +12,7 @@ from storage import artifacts
 from storage.artifacts import ArtifactError
 from storage.layout import EVALUATION_TABLE
 from storage.manifest import Manifest
-from storage.store import Store
+from storage.store import Store, StoreError
 from storage.tables import read_table
 from tasks.byte_sizes import show_bytes
 from tasks.data_summary import SIDES, DataSummary, summarize_data
@@ -85,13 +85,16 @@ def _data(store: Store, parts: dict[str, list[Manifest | None]]) -> DataSummary:
         found = next((parts[name] for name in names if name in parts), [])
         return [part for part in found if part is not None]
 
-    return summarize_data(
-        store,
-        conversations=there("regenerate", "collect"),
-        samples=there("tokenize_chats"),
-        split=next(iter(there("split")), None),
-        vocab=next(iter(there("map_vocab")), None),
-    )
+    conversations, samples = there("regenerate", "collect"), there("tokenize_chats")
+    split, vocab = (next(iter(there(name)), None) for name in ("split", "map_vocab"))
+    try:
+        return summarize_data(
+            store, conversations=conversations, samples=samples, split=split, vocab=vocab
+        )
+    except (ArtifactError, StoreError):
+        return summarize_data(
+            store, conversations=conversations, samples=samples, split=None, vocab=None
+        )
 
 
 def _promotion(record: dict[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test test-vllm check format docs bench-train bench-capture bench-demo clean install
+.PHONY: help demo up down test test-operate test-vllm check format docs bench-train bench-capture bench-demo clean install
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,8 +29,11 @@ up: $(INSTALLED) ## start a Prefect server and a worker, and deploy everything; 
 down: $(INSTALLED) ## stop what make up has started; the database stays
 	$(BIN)/python -m flows.operate down
 
-test: $(INSTALLED) ## run the tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test: $(INSTALLED) ## run the tests, but those of operation
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not operate' --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-operate: $(INSTALLED) ## run the tests of make up and make down, faults, watching, and the UI in a browser
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m operate --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(INSTALLED) ## serve exported drafts by vLLM, installed into .venv-vllm, and count acceptance
 	sh tests/vllm/install.sh

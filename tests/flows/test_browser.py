@@ -51,6 +51,7 @@ PHONE = {"width": 390, "height": 844}
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.operate,
     pytest.mark.browser,
     pytest.mark.skipif(
         CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"

@@ -13,7 +13,7 @@ import pytest
 from tests.operated_site import Site, free_port, records, running, watched_values
 from tests.tiny_runs import Values, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.operate]
 
 ENDLESS = 10_000
 """Epochs of a training that is still going on when its processes are ended."""

@@ -13,7 +13,7 @@ import pytest
 from tests.operated_site import free_port, records, running, watched_values
 from tests.tiny_runs import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.operate]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from storage.store import Store
 from tests.operated_site import Site, land, records, running, watched_values
 from tests.tiny_runs import TinyRun, Values, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.operate]
 
 NAME = "verifier"  # the last part of the tiny verifier's path
 

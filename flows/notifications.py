@@ -76,7 +76,10 @@ def _keep_url(client: SyncPrefectClient, url: str) -> UUID:
         pass
     block = SlackWebhook(url=url)
     try:
-        block.notify("Runs of outrider that fail or crash are told of here.", "outrider: make up")
+        with block.raise_on_failure():
+            block.notify(
+                "Runs of outrider that fail or crash are told of here.", "outrider: make up"
+            )
     except NotificationError as error:
         raise RuntimeError(
             f"OUTRIDER_NOTIFY: the first message did not arrive ({' '.join(error.log.split()) or 'no such service'}); "

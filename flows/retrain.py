@@ -11,7 +11,7 @@ from flows.run_end import explain_end
 from flows.run_log import send_log_to_prefect
 from flows.settings import PipelineSettings
 from flows.train_draft import train_draft
-from storage import drafts
+from storage import artifacts, drafts
 from storage.store import Store
 from tasks.fingerprint import last_trained, take_fingerprint
 
@@ -67,6 +67,7 @@ def _from_draft_in_service(
     now = drafts.current(store, draft)
     if now is None or settings.train.init is not None:
         return settings
-    logger.info("training starts from the draft of run %s, %s", now.run, now.location)
-    train = settings.train.model_copy(update={"init": now.location})
+    location = artifacts.location(store, artifacts.peek(store, now.speculator))
+    logger.info("training starts from the draft of run %s, %s", now.run, location)
+    train = settings.train.model_copy(update={"init": location})
     return settings.model_copy(update={"train": train})

@@ -65,7 +65,7 @@ def watch_data(settings: PipelineSettings) -> State[Any]:
     if not changes:
         return _said("NothingNew", f"{settings.name}: nothing new since the last training")
     new = "; ".join(changes)
-    runs = _retrains_of(now.digest)
+    runs = _retrains_of(now.digest, settings)
     for run in runs:
         if run.state_type in UNDER_WAY:
             return _said(
@@ -96,8 +96,9 @@ def _said(name: str, message: str) -> State[Any]:
     return Completed(name=name, message=message)
 
 
-def _retrains_of(fingerprint: str) -> list[FlowRun]:
-    """The retrains of this very data that have not completed, the newest first."""
+def _retrains_of(fingerprint: str, settings: PipelineSettings) -> list[FlowRun]:
+    """The retrains of this very data, for this draft, that have not completed; the newest first."""
+    own = settings.model_dump(mode="json", include={"name", "store", "verifier"})
     wanted = [*UNDER_WAY, StateType.FAILED, StateType.CANCELLED]
     with get_client(sync_client=True) as client:
         found = client.read_flow_runs(
@@ -107,7 +108,12 @@ def _retrains_of(fingerprint: str) -> list[FlowRun]:
             ),
             sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         )
-    return [run for run in found if run.parameters.get("fingerprint") == fingerprint]
+    return [
+        run
+        for run in found
+        if run.parameters.get("fingerprint") == fingerprint
+        and {key: run.parameters["settings"].get(key) for key in own} == own
+    ]
 
 
 def _why_on_hold(runs: list[FlowRun], settings: PipelineSettings) -> str | None:

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.operate]
 def database() -> Iterator[str]:
     """The URL of an empty database of a PostgreSQL server of its own."""
     found = [shutil.which("initdb"), *sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))]
-    programs = next((Path(one).parent for one in found if one), None)
+    programs = next((Path(one).resolve().parent for one in found if one), None)
     if programs is None:
         pytest.skip("PostgreSQL is not installed")
     owner = "nobody" if os.getuid() == 0 else None  # it refuses to run as root

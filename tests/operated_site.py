@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
+from tests.prefect_api import ask
 from tests.tiny_runs import ROOT, Values, chat, tiny_values, wait_for, write_settings
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -48,16 +48,13 @@ class Site:
         )
 
     def get(self, path: str) -> Any:
-        return httpx.get(f"{self.api}{path}", timeout=30).raise_for_status().json()
+        return ask("GET", f"{self.api}{path}")
 
     def post(self, path: str, body: Values) -> Any:
-        return httpx.post(f"{self.api}{path}", json=body, timeout=30).raise_for_status().json()
+        return ask("POST", f"{self.api}{path}", body)
 
     def patch(self, path: str, body: Values) -> None:
-        def patched() -> bool:  # SQLite may be locked for a moment
-            return httpx.patch(f"{self.api}{path}", json=body, timeout=30).is_success
-
-        wait_for(patched, seconds=20)
+        ask("PATCH", f"{self.api}{path}", body)
 
     def start(self, deployment: str, parameters: Values) -> str:
         found = self.get(f"/deployments/name/{deployment}/{deployment}")["id"]

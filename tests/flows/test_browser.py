@@ -21,7 +21,7 @@ from flows.capture_states import capture_states
 from flows.retrain import retrain
 from flows.train_draft import train_draft
 from flows.watch_data import watch_data
-from tests.flows.test_operate import Site, free_port
+from tests.operated_site import Site, free_port
 from tests.tiny_runs import (
     ROOT,
     STAGES,

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tasks.processes import die_with_parent
+from tests.prefect_api import ask
 from tests.tiny_models import make_llama
 
 ROOT = Path(__file__).parents[2]
@@ -43,10 +44,10 @@ class Site:
     deploy_output: str
 
     def get(self, path: str) -> Any:
-        return httpx.get(f"{self.url}{path}", timeout=30).raise_for_status().json()
+        return ask("GET", f"{self.url}{path}")
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=30).raise_for_status().json()
+        return ask("POST", f"{self.url}{path}", body)
 
     def start(self, **changes: Any) -> str:
         """Start a run of the deployment; returns its id."""

@@ -8,6 +8,7 @@ retries, checks a path or words an error; that is `storage.store`.
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -157,8 +158,11 @@ class LocalBackend:
 
     def size(self, path: str) -> int | None:
         """Bytes of the file."""
-        target = self.root / path
-        return target.stat().st_size if target.is_file() else None
+        try:
+            found = (self.root / path).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def entries(self, path: str) -> list[Entry]:
         """Children, temporary files left out."""
@@ -179,9 +183,11 @@ class LocalBackend:
         for directory, names, files in os.walk(top):
             names[:] = [name for name in names if not name.startswith(TEMPORARY_PREFIX)]
             for name in files:
-                file = Path(directory, name)
-                if not name.startswith(TEMPORARY_PREFIX) and file.is_file():
-                    found[file.relative_to(top).as_posix()] = file.stat().st_size
+                file = Path(directory, name).relative_to(self.root).as_posix()
+                if not name.startswith(TEMPORARY_PREFIX):
+                    size = self.size(file)  # None: another process has deleted it since
+                    if size is not None:
+                        found[Path(directory, name).relative_to(top).as_posix()] = size
         return found
 
     def delete(self, path: str) -> None:

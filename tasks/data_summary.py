@@ -89,7 +89,10 @@ def _figures(
 def _dropped(parts: Sequence[Manifest]) -> str:
     counts: dict[str, int] = {}
     for part in parts:
-        for reason, count in part.facts.get("dropped", {}).items():
+        dropped = part.facts.get("dropped", {})
+        if isinstance(dropped, int):  # of answers that the verifier wrote, by one reason
+            dropped = {"without an answer": dropped}
+        for reason, count in dropped.items():
             counts[reason] = counts.get(reason, 0) + count
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count) or "none"
 

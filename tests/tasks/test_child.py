@@ -50,7 +50,7 @@ def test_a_child_serves_many_requests_and_its_output_is_log_text() -> None:
 
 
 def test_output_that_is_no_text_is_read_too(caplog: pytest.LogCaptureFixture) -> None:
-    with Child(MODULE) as child, caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), Child(MODULE) as child:
         child.request({"do": "print bytes"})  # more than a pipe holds
         assert child.request({"do": "echo", "value": 1})["value"] == 1
     assert "no text" in caplog.text

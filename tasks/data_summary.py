@@ -90,8 +90,8 @@ def _dropped(parts: Sequence[Manifest]) -> str:
     counts: dict[str, int] = {}
     for part in parts:
         dropped = part.facts.get("dropped", {})
-        if isinstance(dropped, int):  # of answers that the verifier wrote, by one reason
-            dropped = {"without an answer": dropped}
+        if isinstance(dropped, int):  # of conversations that the verifier was to answer
+            dropped = {"too long to be answered": dropped}
         for reason, count in dropped.items():
             counts[reason] = counts.get(reason, 0) + count
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count) or "none"

@@ -55,15 +55,10 @@ def fingerprint_source(url: str) -> str:
     Raises:
         ValueError: there is no such file.
     """
-    filesystem, path = open_filesystem(url)
-    try:
-        info = filesystem.info(path)
-    except FileNotFoundError as error:
-        raise ValueError(f"the source {url} does not exist") from error
-    version = next((info[name] for name in VERSION_FIELDS if info.get(name)), None)
+    filesystem, path, size, version = _look_at(url)
     if version is None or _is_local(filesystem):
         return f"xxh3:{_digest(filesystem, path)}"
-    return _stamp(info["size"], version)
+    return _stamp(size, version)
 
 
 def stamp_source(url: str) -> str:
@@ -72,15 +67,10 @@ def stamp_source(url: str) -> str:
     Raises:
         ValueError: there is no such file.
     """
-    filesystem, path = open_filesystem(url)
-    try:
-        info = filesystem.info(path)
-    except FileNotFoundError as error:
-        raise ValueError(f"the source {url} does not exist") from error
-    version = next((info[name] for name in VERSION_FIELDS if info.get(name)), None)
+    filesystem, path, size, version = _look_at(url)
     if version is None:  # a kind of file system that keeps neither
         version = f"xxh3:{_digest(filesystem, path)}"
-    return _stamp(info["size"], version)
+    return _stamp(size, version)
 
 
 def read_records(url: str) -> Iterator[tuple[int, Record]]:
@@ -129,6 +119,17 @@ def _expand(url: str) -> list[str]:
         return files
     protocol = fsspec.utils.get_protocol(url)
     return [f"{protocol}://{file.lstrip('/')}" for file in files]
+
+
+def _look_at(url: str) -> tuple[Any, str, int, object | None]:
+    """File system, path in it, size, and version where one is kept; ValueError when there is no such file."""
+    filesystem, path = open_filesystem(url)
+    try:
+        info = filesystem.info(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"the source {url} does not exist") from error
+    version = next((info[name] for name in VERSION_FIELDS if info.get(name)), None)
+    return filesystem, path, info["size"], version
 
 
 def _stamp(size: int, version: object) -> str:

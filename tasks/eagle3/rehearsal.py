@@ -5,6 +5,7 @@ D = draft vocabulary, H = hidden size.
 
 import copy
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -23,23 +24,11 @@ TOKENS = 90
 
 
 class Rehearsal:
-    """One step on a draft of zeros with the widths of `config`, in a thread; nothing where there is no GPU."""
+    """Runs `step`, such as `rehearse` with its arguments, in a thread; nothing where `device` is no GPU."""
 
-    def __init__(
-        self,
-        config: Eagle3SpeculatorConfig,
-        settings: TrainSettings,
-        *,
-        precision: Precision,
-        transform: HeadTransform,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rehearsal")
-        self._step = None
-        if device.type == "cuda":
-            self._step = self._thread.submit(
-                _on_gpu, config, settings, precision, transform, device
-            )
+        self._step = self._thread.submit(_on_gpu, step, device) if device.type == "cuda" else None
 
     def wait(self) -> None:
         """Wait for its end; what went wrong is logged: the training's own first step says it better."""
@@ -49,15 +38,9 @@ class Rehearsal:
         self._thread.shutdown()
 
 
-def _on_gpu(
-    config: Eagle3SpeculatorConfig,
-    settings: TrainSettings,
-    precision: Precision,
-    transform: HeadTransform,
-    device: torch.device,
-) -> None:
+def _on_gpu(step: Callable[[], None], device: torch.device) -> None:
     with torch.cuda.device(device):  # a thread's own is the first
-        rehearse(config, settings, precision=precision, transform=transform, device=device)
+        step()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # all is free for the training
 

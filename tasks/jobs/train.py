@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tasks.child import ProgressCallback
 from tasks.disk_space import check_training_space
 from tasks.eagle3.optimizers import warmup_steps
 from tasks.eagle3.ranks import Ranks
-from tasks.eagle3.rehearsal import Rehearsal
+from tasks.eagle3.rehearsal import Rehearsal, rehearse
 from tasks.eagle3.training import Training
 from tasks.eagle3.training_settings import TrainSettings
 from tasks.eagle3.training_state import Position, TrainingState
@@ -121,9 +122,15 @@ def _open_training(
     device = _taken(settings.device)
     transform = open_facts(store, artifacts.require(store, parts["verifier"])).transform
     precision: Precision = "bf16" if settings.precision == "bf16" else "fp32"
-    rehearsal = Rehearsal(
-        make_config(store, parts), settings, precision=precision, transform=transform, device=device
+    step = partial(
+        rehearse,
+        make_config(store, parts),
+        settings,
+        precision=precision,
+        transform=transform,
+        device=device,
     )
+    rehearsal = Rehearsal(step, device)
     draft = make_draft(
         store,
         parts,

@@ -1,17 +1,25 @@
 """The rehearsal of a training's first step: what it leaves ready, and that nothing else changes."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from tasks.eagle3.draft import Eagle3DraftModel
 from tasks.eagle3.head_transform import PLAIN
 from tasks.eagle3.rehearsal import Rehearsal, rehearse
 from tasks.eagle3.training_settings import TrainSettings
 from tests.tasks.eagle3.draft_cases import TEXT_CONFIG, make_batch, make_draft
 
 SETTINGS = TrainSettings(ttt_steps=3)
+
+
+def on(device: torch.device, draft: Eagle3DraftModel) -> Callable[[], None]:
+    options: dict[str, Any] = {"precision": "bf16", "transform": PLAIN, "device": device}
+    return partial(rehearse, draft.config, SETTINGS, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"arch": "qwen3"}, {"num_layers": 2}, {"fc_norm": True}])
@@ -30,13 +38,7 @@ def test_it_takes_a_step_and_leaves_random_state_and_config_as_they_were(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a GPU that is not there")
 def test_what_goes_wrong_in_it_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        Rehearsal(
-            make_draft().config,
-            SETTINGS,
-            precision="bf16",
-            transform=PLAIN,
-            device=torch.device("cuda"),
-        ).wait()
+        Rehearsal(on(torch.device("cuda"), make_draft()), torch.device("cuda")).wait()
     assert "kernels are compiled at the first step: " in caplog.text
 
 
@@ -59,7 +61,7 @@ def test_the_first_step_after_it_compiles_no_kernel() -> None:
     draft.embed_tokens.to(torch.bfloat16)  # as verifiers' are
     at_first = compiled()
     device = torch.device("cuda")
-    Rehearsal(draft.config, SETTINGS, precision="bf16", transform=PLAIN, device=device).wait()
+    Rehearsal(on(device, draft), device).wait()
     rehearsed = compiled()
     assert rehearsed > at_first
     step(draft.cuda(), make_batch(lengths=(9, 2, 117, 3, 231)), precision="bf16")

@@ -21,7 +21,7 @@ from flows.capture_states import capture_states
 from flows.retrain import retrain
 from flows.train_draft import train_draft
 from flows.watch_data import watch_data
-from tests.operated_site import Site, free_port
+from tests.operated_site import Site, running
 from tests.tiny_runs import (
     ROOT,
     STAGES,
@@ -181,15 +181,8 @@ def snap(page: Page, name: str, part: Locator | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    made = Site(tmp_path_factory.mktemp("browser") / "state", free_port())
-    done = made.operate("up")
-    try:
-        assert done.returncode == 0, done.stderr
+    with running(tmp_path_factory.mktemp("browser")) as made:
         yield made
-    finally:
-        made.operate("down")
-        for process in made.processes():
-            process.kill()
 
 
 @pytest.fixture(scope="module")

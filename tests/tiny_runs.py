@@ -192,12 +192,12 @@ def job_of(pid: int, module: str) -> psutil.Process | None:
     return None
 
 
-def wait_for(condition: Callable[[], Any], *, seconds: float = 240.0) -> Any:
-    """Wait until the condition holds and return what it gave."""
+def wait_for(condition: Callable[[], Any], *, seconds: float = 240.0, every: float = 0.1) -> Any:
+    """Ask for the condition `every` so many seconds until it holds; returns what it gave."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found = condition()
         if found:
             return found
-        time.sleep(0.002)
+        time.sleep(every)
     raise AssertionError(f"nothing within {seconds} s")

@@ -1,5 +1,6 @@
 """The deployment of prefect.yaml on a real Prefect server, run by a real process worker."""
 
+import itertools
 import json
 import os
 import pty
@@ -8,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import yaml
 from tasks.processes import die_with_parent
 from tests.prefect_api import ask
 from tests.tiny_models import make_llama
+from tests.tiny_runs import wait_for
 
 ROOT = Path(__file__).parents[2]
 NAME = "train-draft/train-draft"
@@ -77,8 +78,10 @@ class Site:
 
     def lines(self, run_id: str) -> list[str]:
         """Messages of a run's log at INFO."""
-        only = {"logs": {"flow_run_id": {"any_": [run_id]}}, "limit": 200}
-        return [r["message"] for r in self.post("/logs/filter", only) if r["level"] == INFO]
+        only = {"logs": {"flow_run_id": {"any_": [run_id]}, "level": {"ge_": INFO}}}
+        pages = (self.post("/logs/filter", {**only, "offset": 200 * i}) for i in itertools.count())
+        found = itertools.chain(*itertools.takewhile(bool, pages))
+        return [r["message"] for r in found if r["level"] == INFO]
 
     def artifacts(self, run_id: str) -> dict[str, dict[str, Any]]:
         only = {"artifacts": {"flow_run_id": {"any_": [run_id]}}}
@@ -185,11 +188,13 @@ def test_each_stage_and_each_shard_is_a_task_run_with_a_name(site: Site, first: 
 
 def test_lines_of_stages_and_children_are_in_the_log_of_the_run(site: Site, first: str) -> None:
     # the log is sent in batches: the last one may arrive after the final state
-    wait_for(lambda: any(x.startswith("export: ") for x in site.lines(first)), seconds=60)
+    def computed() -> set[str]:
+        found = (re.match(r"(\w+): computed, \d+ rows", x) for x in site.lines(first))
+        return {match[1] for match in found if match}
+
+    wait_for(lambda: computed() >= set(STAGES), seconds=60)
     lines = site.lines(first)
 
-    for stage in STAGES:
-        assert [x for x in lines if re.match(rf"{stage}: computed, \d+ rows", x)], stage
     assert "capture: 0 of 16 samples done, 16 to do in 2 shards, 0 quarantined" in lines
     assert [x for x in lines if re.match(r"\[train \d+\] .* M parameters", x)]
     (captured,) = site.child_runs(first)
@@ -337,13 +342,6 @@ def run_in_terminal(command: list[str], environment: dict[str, str]) -> str:
         process.wait()
         os.close(ours)
     return said.decode()
-
-
-def wait_for(condition: Callable[[], bool], *, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, f"not within {seconds} s"
-        time.sleep(0.2)
 
 
 def healthy(url: str) -> bool:

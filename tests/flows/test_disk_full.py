@@ -98,7 +98,7 @@ def test_a_disk_that_gets_full_in_capture_ends_in_one_line_and_the_next_run_goes
     stopped = threading.Event()
 
     def fill_up() -> None:
-        wait_for(lambda: len(manifests(run.store, "capture")) >= 2 or stopped.is_set())
+        wait_for(lambda: len(manifests(run.store, "capture")) >= 2 or stopped.is_set(), every=0.002)
         with suppress(OSError):  # the capture takes some of it meanwhile
             leave(disk, 0)
 

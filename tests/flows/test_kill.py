@@ -57,7 +57,7 @@ def kill_when(run: TinyRun, directory: Path, condition: Callable[[int], object])
         assert flow.poll() is None, (directory / "log").read_text()
         return condition(flow.pid)
 
-    wait_for(holds)
+    wait_for(holds, every=0.002)
     processes = started_by(flow.pid)
     commands = [" ".join(process.cmdline()) for process in processes]
     os.kill(flow.pid, signal.SIGKILL)

@@ -138,7 +138,7 @@ def test_rows_of_a_lost_machine_are_captured_by_another(
     workers = [pool.start_worker() for _ in range(2)]
 
     def lose_one() -> None:
-        wait_for(lambda: jobs(workers[0].pid) and store.sizes("states"))
+        wait_for(lambda: jobs(workers[0].pid) and store.sizes("states"), every=0.002)
         pool.lose(workers[0])
 
     loser = threading.Thread(target=lose_one)

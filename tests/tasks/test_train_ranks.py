@@ -47,7 +47,7 @@ def test_a_training_of_two_processes_that_loses_one_goes_on_to_the_same_bits(req
 
         asking = threading.Thread(target=ask)
         asking.start()
-        wait_for(lambda: errors or len(steps(request)) > 1)
+        wait_for(lambda: errors or len(steps(request)) > 1, every=0.002)
         (helper,) = helpers_of(leader.pid)
         os.kill(helper, signal.SIGKILL)
         asking.join(timeout=120)

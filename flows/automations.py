@@ -1,4 +1,6 @@
-"""What the Prefect server does by itself: landed data starts a retrain, a run that fell silent is marked as crashed."""
+"""What the Prefect server does by itself: landed data starts a retrain, a run that fell silent is marked as crashed,
+a cancellation that nobody carries out is final.
+"""
 
 from datetime import timedelta
 
@@ -13,12 +15,19 @@ from flows.watch_data import EVENT, RESOURCE, RETRAIN
 SILENT = timedelta(seconds=90)
 """Time without a heartbeat (each 30 s) after which a run is lost."""
 HEARTBEAT = "prefect.flow-run.heartbeat"
-ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Paused", "Suspended")
+STUCK = timedelta(seconds=60)
+"""Time that a worker has to end a run that is cancelled."""
+FINAL = ("Completed", "Failed", "Crashed", "Cancelled")
+ENDS = (*FINAL, "Cancelling", "Paused", "Suspended")
 OUR_STATES = ("NothingNew", "UnderWay", "OnHold", "DataLanded")
 """Names of final states of our flows: their events are called by them."""
 LOST = (
     f"gave no sign of life for {SILENT.seconds} s: its process, worker or machine was lost; see that a worker runs, "
     "then press Retry: all that is in the store is reused"
+)
+UNENDED = (
+    f"no worker ended it within {STUCK.seconds} s of the request: it was cancelled before it began, or its worker is "
+    "lost; Retry goes on with it"
 )
 
 
@@ -71,9 +80,31 @@ def crash_silent_runs() -> AutomationCore:
     )
 
 
+def end_stuck_cancellations() -> AutomationCore:
+    """A run that is cancelled before its worker has a process to end would stay so, and block those that wait."""
+    ends = {f"prefect.flow-run.{name}" for name in (*FINAL, *OUR_STATES)}
+    return AutomationCore(
+        name="outrider: a cancellation that no worker carries out is final",
+        description="So that the runs that wait for its place go on.",
+        enabled=True,
+        trigger=EventTrigger(
+            after={"prefect.flow-run.Cancelling"},
+            expect=ends,
+            match=ResourceSpecification.model_validate(
+                {"prefect.resource.id": "prefect.flow-run.*"}
+            ),
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=STUCK,
+        ),
+        actions=[ChangeFlowRunState(state=StateType.CANCELLED, name="Cancelled", message=UNENDED)],
+    )
+
+
 def apply_automations(client: SyncPrefectClient) -> None:
     """Create the automations, or bring them up to date."""
-    for wanted in (retrain_on_data(client), crash_silent_runs()):
+    for wanted in (retrain_on_data(client), crash_silent_runs(), end_stuck_cancellations()):
         apply_automation(client, wanted)
 
 

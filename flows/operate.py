@@ -137,6 +137,7 @@ def down(site: Site) -> str:
             try:
                 cancelled = _cancel_runs(site)
                 stopped = _stop(site.worker)
+                _end_cancellations(site)
             finally:
                 _set_paused(site, paused=False)
         else:
@@ -191,8 +192,17 @@ def _make_all(site: Site) -> None:
 
 
 def _make_pool(site: Site) -> None:
-    if _ask(site, "GET", f"/work_pools/{POOL}") is None:
+    if _has_pool(site):
+        return
+    try:
         site.prefect("work-pool", "create", POOL, "--type", "process")
+    except RuntimeError:  # a worker that runs makes the pool that it does not find
+        if not _has_pool(site):
+            raise
+
+
+def _has_pool(site: Site) -> bool:
+    return _ask(site, "GET", f"/work_pools/{POOL}") is not None
 
 
 def _set_paused(site: Site, *, paused: bool) -> None:
@@ -213,6 +223,13 @@ def _cancel_runs(site: Site) -> int:
     while _live_runs(site) and time.monotonic() < until:
         time.sleep(0.5)
     return len(found)
+
+
+def _end_cancellations(site: Site) -> None:
+    """Of runs that had no process yet: nobody else would, and the next runs would wait for them."""
+    state = {"type": "CANCELLED", "name": "Cancelled", "message": "stopped by make down"}
+    for run in _live_runs(site):
+        _ask(site, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state, "force": True})
 
 
 def _live_runs(site: Site) -> list[Any]:

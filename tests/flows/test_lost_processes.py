@@ -48,12 +48,6 @@ def goes_on_after_capture(site: Site, values: Values, run_id: str) -> None:
     assert again["flow_run"] == run_id
 
 
-def cancel(site: Site, run_id: str) -> None:
-    state = {"type": "CANCELLING", "name": "Cancelling"}
-    site.post(f"/flow_runs/{run_id}/set_state", {"state": state})
-    assert site.finish(run_id)["state_name"] == "Cancelled"
-
-
 def test_a_run_goes_on_while_the_server_is_killed_and_started_again(
     site: Site, values: Values
 ) -> None:
@@ -107,7 +101,7 @@ def test_with_its_worker_killed_a_run_ends_as_crashed_and_a_retry_goes_on(
     assert "see that a worker runs, then press *Retry*" in page
     assert site.operate("up").returncode == 0
     goes_on_after_capture(site, values, run_id)
-    cancel(site, run_id)
+    assert site.cancel(run_id)["state_name"] == "Cancelled"
 
 
 def test_after_the_loss_of_the_whole_machine_make_up_finds_out_which_runs_were_lost(
@@ -141,11 +135,11 @@ def test_a_run_that_make_down_has_cancelled_goes_on_by_a_retry_and_its_data_stay
     assert site.operate("up").returncode == 0
     assert site.get(f"/flow_runs/{run['id']}")["state_name"] == "Cancelled"
     goes_on_after_capture(site, values, run["id"])
-    cancel(site, run["id"])
+    assert site.cancel(run["id"])["state_name"] == "Cancelled"
     assert "was sent" in site.watch_here(values, tmp_path, site.api)  # not on hold
     wait_for(lambda: len(site.retrains(values["name"])) == 2, seconds=40)
     other = next(one for one in site.retrains(values["name"]) if one["id"] != run["id"])
-    cancel(site, other["id"])
+    assert site.cancel(other["id"])["state_name"] == "Cancelled"
 
 
 def test_a_database_that_was_deleted_is_made_anew_with_all_deployments(

@@ -117,6 +117,24 @@ def test_a_run_whose_machine_is_lost_is_crashed_within_two_minutes_and_a_retry_g
     again = records(values)[1]
     assert {one["state"] for one in again["stages"].values()} == {"reused"}
     assert again["flow_run"] == run_id
+    assert site.cancel(run_id)["state_name"] == "Cancelled"
+
+
+def test_a_run_without_a_worker_can_be_cancelled_and_the_next_need_not_wait_for_it(
+    site: Site, values: Values
+) -> None:
+    values["train"] |= {"epochs": 10_000}
+    run_id = site.start("train-draft", {"settings": values})
+    wait_for(lambda: Path(values["store"], "checkpoints").exists(), seconds=90)
+    site.kill("worker")
+
+    cancelled = site.cancel(run_id)
+
+    assert cancelled["state_name"] == "Cancelled"
+    assert "no worker ended it within 60 s" in cancelled["state"]["message"]
+    limit = site.get("/deployments/name/train-draft/train-draft")["global_concurrency_limit"]
+    assert limit["active_slots"] == 0
+    assert site.operate("up").returncode == 0
 
 
 def test_make_up_again_changes_nothing_and_make_down_leaves_no_process(

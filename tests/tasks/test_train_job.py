@@ -17,7 +17,7 @@ import pytest
 
 from storage import artifacts
 from storage.artifacts import Identity, list_manifests
-from storage.checkpoints import CheckpointError
+from storage.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from storage.layout import DRAFT_FILE, MANIFEST_NAME, METRICS_TABLE
 from storage.store import Store
 from tasks.eagle3.training_settings import TrainSettings
@@ -122,6 +122,21 @@ def test_what_is_published_are_the_best_weights_and_no_checkpoint_stays(request_
     assert manifest.facts["best_epoch"] == 1 + scores.index(max(scores)) < 5
     left = {path.name for path in directory(request).rglob("*") if path.is_file()}
     assert left == {MANIFEST_NAME, DRAFT_FILE, METRICS_TABLE}
+
+
+def test_a_checkpoint_that_a_slow_disk_still_writes_at_the_end_is_given_up(
+    request_of, caplog, monkeypatch
+) -> None:
+    save = Checkpoints.save
+
+    def save_slowly(checkpoints: Checkpoints, checkpoint: Checkpoint) -> Any:
+        assert checkpoints._abandoned.wait(30), "the training did not end, or said nothing of it"
+        return save(checkpoints, checkpoint)
+
+    monkeypatch.setattr(Checkpoints, "save", save_slowly)
+    caplog.set_level(logging.INFO)
+    run(request_of(epochs=2))
+    assert "is not needed any more: the training has come to its end" in caplog.text
 
 
 def test_a_stopped_training_goes_on_to_the_same_bits_and_keeps_what_it_is_told_to(

@@ -176,6 +176,29 @@ def test_two_trainings_of_one_seed_are_equal_and_of_two_seeds_are_not() -> None:
     assert not all(torch.equal(value, third[name]) for name, value in first.items())
 
 
+class NotedSamples(list[TrainingSample]):
+    """Samples that note the order in which they are read."""
+
+    def __init__(self, samples: list[TrainingSample]) -> None:
+        super().__init__(samples)
+        self.order: list[int] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        self.order.append(index)
+        return super().__getitem__(index)
+
+
+def test_each_epoch_reads_every_sample_once_in_an_order_of_its_own() -> None:
+    samples = NotedSamples(make_samples(seed=1))
+    run(make_training(train=samples, epochs=3))
+
+    count = len(samples)
+    epochs = [tuple(samples.order[start : start + count]) for start in (0, count, 2 * count)]
+    assert [sorted(order) for order in epochs] == 3 * [list(range(count))]
+    assert len(samples.order) == 3 * count
+    assert len(set(epochs)) == 3
+
+
 def test_noise_changes_the_training_and_never_the_validation() -> None:
     noisy, plain = make_training(noise=0.3), make_training()
     assert noisy.validate() == plain.validate()

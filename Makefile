@@ -33,7 +33,7 @@ test: $(INSTALLED) ## run the tests, but those of operation
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not operate' --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-operate: $(INSTALLED) ## run the tests of make up and make down, faults, watching, and the UI in a browser
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m operate --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m operate --numprocesses 4 --dist loadfile
 
 test-vllm: $(INSTALLED) ## serve exported drafts by vLLM, installed into .venv-vllm, and count acceptance
 	sh tests/vllm/install.sh

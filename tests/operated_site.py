@@ -19,6 +19,8 @@ from tests.prefect_api import ask
 from tests.tiny_runs import ROOT, Values, chat, tiny_values, wait_for, write_settings
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+ENDLESS = 10_000
+"""Epochs of a training that is still going on when its processes are ended."""
 QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
 
 
@@ -155,6 +157,14 @@ def watched_values(directory: Path, test: str) -> Values:
     made["train"] |= {"epochs": 1, "checkpoint_seconds": 60}
     made["evaluate"] = {"prompts": 2, "max_new_tokens": 6}
     return made | {"name": re.sub(r"\W+", "-", test)[-40:].strip("-_")}
+
+
+def start_training(site: Site, values: Values, *, epochs: int, deployment: str) -> str:
+    """Start a run; returns its id when its training has begun."""
+    values["train"] |= {"epochs": epochs}
+    run_id = site.start(deployment, {"settings": values})
+    wait_for(lambda: Path(values["store"], "checkpoints").exists(), seconds=120)
+    return run_id
 
 
 def land(values: Values, name: str, numbers: range) -> None:

@@ -1,22 +1,15 @@
 """Server, worker and run, each ended by SIGKILL or by make down: what goes on, what is told, and how it goes on."""
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.operated_site import Site, free_port, records, running, watched_values
+from tests.operated_site import ENDLESS, Site, records, running, start_training, watched_values
 from tests.tiny_runs import Values, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.operate]
-
-ENDLESS = 10_000
-"""Epochs of a training that is still going on when its processes are ended."""
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +21,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture
 def values(tmp_path: Path, request: pytest.FixtureRequest) -> Values:
     return watched_values(tmp_path, request.node.name)
-
-
-def start_training(site: Site, values: Values, *, epochs: int, deployment: str) -> str:
-    """Start a run; returns its id when its training has begun."""
-    values["train"] |= {"epochs": epochs}
-    run_id = site.start(deployment, {"settings": values})
-    wait_for(lambda: Path(values["store"], "checkpoints").exists(), seconds=120)
-    return run_id
 
 
 def goes_on_after_capture(site: Site, values: Values, run_id: str) -> None:
@@ -140,108 +125,6 @@ def test_a_run_that_make_down_has_cancelled_goes_on_by_a_retry_and_its_data_stay
     wait_for(lambda: len(site.retrains(values["name"])) == 2, seconds=40)
     other = next(one for one in site.retrains(values["name"]) if one["id"] != run["id"])
     assert site.cancel(other["id"])["state_name"] == "Cancelled"
-
-
-def test_a_database_that_was_deleted_is_made_anew_with_all_deployments(
-    site: Site, values: Values
-) -> None:
-    site.kill("server")
-    for file in site.state.glob("prefect/prefect.db*"):
-        file.unlink()
-
-    assert site.operate("up").returncode == 0
-
-    assert site.watch(values) == "DataLanded"  # by the worker that was there before
-    (run,) = site.all_ended(values["name"], 1)
-    assert run["state_name"] == "Completed"
-
-
-def test_make_up_twice_at_once_starts_one_of_each(site: Site) -> None:
-    site.operate("down")
-
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(site.operate, ["up", "up"]))
-
-    assert [done.returncode for done in both] == [0, 0], both
-    assert both[0].stdout == both[1].stdout
-    ours = [" ".join(one.cmdline()) for one in site.processes()]
-    assert len([x for x in ours if "server start" in x]) == 1
-    assert len([x for x in ours if "worker start" in x]) == 1
-
-
-def test_make_up_at_another_port_is_refused_and_the_server_stays(site: Site) -> None:
-    port = str(free_port())
-    pids = site.pids()
-
-    done = site.operate("up", PREFECT_SERVER_API_PORT=port)
-
-    assert done.returncode == 1
-    assert f"runs at http://127.0.0.1:{site.port}, not at http://127.0.0.1:{port}" in done.stderr
-    assert site.pids() == pids
-    assert site.get("/health") is True
-
-
-def test_make_down_finds_the_server_whatever_the_port_that_is_set(
-    site: Site, values: Values
-) -> None:
-    run_id = start_training(site, values, epochs=ENDLESS, deployment="train-draft")
-
-    done = site.operate("down", PREFECT_SERVER_API_PORT=str(free_port()))
-
-    assert "stopped: worker, server; 1 runs were cancelled" in done.stdout
-    assert site.operate("up").returncode == 0
-    assert site.get(f"/flow_runs/{run_id}")["state_name"] == "Cancelled"
-
-
-class Answers(BaseHTTPRequestHandler):
-    """Something else than Prefect at a port."""
-
-    def do_GET(self) -> None:
-        self.send_response(404)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
-
-
-def test_a_port_that_is_taken_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:
-    with HTTPServer(("127.0.0.1", 0), Answers) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        site = Site(tmp_path / "state", other.server_port)
-        done = site.operate("up")
-        other.shutdown()
-
-    assert done.returncode == 1
-    assert f"{other.server_port}" in done.stderr
-    assert "already in use" in done.stderr
-    assert "PREFECT_SERVER_API_PORT" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert site.processes() == []
-
-
-def test_another_prefect_server_at_the_port_is_left_alone(site: Site, tmp_path: Path) -> None:
-    done = Site(tmp_path / "state", site.port).operate("up")
-
-    assert done.returncode == 1
-    assert "is another Prefect server's, which make up did not start" in done.stderr
-    assert site.get("/health") is True
-
-
-@pytest.mark.parametrize("word", ["up", "down"])
-def test_a_record_that_cannot_be_read_is_named_before_anything_is_started(
-    tmp_path: Path, word: str
-) -> None:
-    site = Site(tmp_path / "state", free_port())
-    site.state.mkdir()
-    (site.state / "server.json").write_text("{")
-
-    done = site.operate(word)
-
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "server.json cannot be read" in done.stderr
-    assert "then delete the file" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert site.processes() == []
 
 
 def heartbeats(site: Site, run_id: str) -> int:

@@ -14,6 +14,11 @@ from flows.watch_data import EVENT, RESOURCE, RETRAIN
 
 SILENT = timedelta(seconds=90)
 """Time without a heartbeat (each 30 s) after which a run is lost."""
+OUR_FLOWS = {
+    "prefect.resource.role": "flow",
+    "prefect.resource.name": ["train-draft", "capture-states", "watch-data", "retrain"],
+}
+"""A server may have others' runs too. Runs within runs are meant as well; these have no tags."""
 HEARTBEAT = "prefect.flow-run.heartbeat"
 STUCK = timedelta(seconds=60)
 """Time that a worker has to end a run that is cancelled."""
@@ -71,6 +76,7 @@ def crash_silent_runs() -> AutomationCore:
             match=ResourceSpecification.model_validate(
                 {"prefect.resource.id": "prefect.flow-run.*"}
             ),
+            match_related=ResourceSpecification.model_validate(OUR_FLOWS),
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
@@ -93,6 +99,7 @@ def end_stuck_cancellations() -> AutomationCore:
             match=ResourceSpecification.model_validate(
                 {"prefect.resource.id": "prefect.flow-run.*"}
             ),
+            match_related=ResourceSpecification.model_validate(OUR_FLOWS),
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,

@@ -76,14 +76,18 @@ def checkpoints(run: TinyRun) -> list[int]:
     return sorted(parse_step(path.parent.name) for path in found)
 
 
+def published(run: TinyRun, name: str) -> Path:
+    """A file of the trained draft; an attempt that was killed while it was published may lie beside it."""
+    (manifest,) = run.store.glob("checkpoints/*/manifest.json")
+    return manifest.parent / str(json.loads(manifest.read_text())["files"][name]["path"])
+
+
 def trained(run: TinyRun) -> bytes:
-    (draft,) = run.store.glob(f"checkpoints/*/attempt-*/{DRAFT_FILE}")
-    return draft.read_bytes()
+    return published(run, DRAFT_FILE).read_bytes()
 
 
 def history(run: TinyRun) -> list[dict[str, object]]:
-    (metrics,) = run.store.glob(f"checkpoints/*/attempt-*/{METRICS_TABLE}")
-    return read_metrics(metrics)
+    return read_metrics(published(run, METRICS_TABLE))
 
 
 def give_up_the_uninterrupted_run(run: TinyRun, directory: Path) -> None:

@@ -20,12 +20,15 @@ OUR_FLOWS = {
 }
 """A server may have others' runs too. Runs within runs are meant as well; these have no tags."""
 HEARTBEAT = "prefect.flow-run.heartbeat"
+CANCELLING = "prefect.flow-run.Cancelling"
 STUCK = timedelta(seconds=60)
 """Time that a worker has to end a run that is cancelled."""
-FINAL = ("Completed", "Failed", "Crashed", "Cancelled")
+FINAL = (
+    *("Completed", "Failed", "Crashed", "Cancelled"),
+    *("NothingNew", "UnderWay", "OnHold", "DataLanded"),
+)
+"""Names of final states, our flows' own with them: their events are called by them."""
 ENDS = (*FINAL, "Cancelling", "Paused", "Suspended")
-OUR_STATES = ("NothingNew", "UnderWay", "OnHold", "DataLanded")
-"""Names of final states of our flows: their events are called by them."""
 LOST = (
     f"gave no sign of life for {SILENT.seconds} s: its process, worker or machine was lost; see that a worker runs, "
     "then press Retry: all that is in the store is reused"
@@ -65,47 +68,25 @@ def retrain_on_data(client: SyncPrefectClient) -> AutomationCore:
 
 def crash_silent_runs() -> AutomationCore:
     """A run whose heartbeats stop before it has ended is marked as crashed."""
-    ends = {f"prefect.flow-run.{name}" for name in (*ENDS, *OUR_STATES)}
-    return AutomationCore(
+    return _unless_it_goes_on(
         name="outrider: a run that fell silent has crashed",
         description="For runs with PREFECT_FLOWS_HEARTBEAT_FREQUENCY, as those of outrider's deployments.",
-        enabled=True,
-        trigger=EventTrigger(
-            after={HEARTBEAT},
-            expect={HEARTBEAT, *ends},
-            match=ResourceSpecification.model_validate(
-                {"prefect.resource.id": "prefect.flow-run.*"}
-            ),
-            match_related=ResourceSpecification.model_validate(OUR_FLOWS),
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=SILENT,
-        ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=LOST)],
+        after=HEARTBEAT,
+        expect={HEARTBEAT, *_events(*ENDS)},
+        within=SILENT,
+        action=ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=LOST),
     )
 
 
 def end_stuck_cancellations() -> AutomationCore:
     """A run that is cancelled before its worker has a process to end would stay so, and block those that wait."""
-    ends = {f"prefect.flow-run.{name}" for name in (*FINAL, *OUR_STATES)}
-    return AutomationCore(
+    return _unless_it_goes_on(
         name="outrider: a cancellation that no worker carries out is final",
         description="So that the runs that wait for its place go on.",
-        enabled=True,
-        trigger=EventTrigger(
-            after={"prefect.flow-run.Cancelling"},
-            expect=ends,
-            match=ResourceSpecification.model_validate(
-                {"prefect.resource.id": "prefect.flow-run.*"}
-            ),
-            match_related=ResourceSpecification.model_validate(OUR_FLOWS),
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=STUCK,
-        ),
-        actions=[ChangeFlowRunState(state=StateType.CANCELLED, name="Cancelled", message=UNENDED)],
+        after=CANCELLING,
+        expect=_events(*FINAL),
+        within=STUCK,
+        action=ChangeFlowRunState(state=StateType.CANCELLED, name="Cancelled", message=UNENDED),
     )
 
 
@@ -132,3 +113,38 @@ def apply_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None:
 def _from_event(template: str) -> dict[str, object]:
     """A parameter that the server reads as JSON out of the event."""
     return {"__prefect_kind": "json", "value": {"__prefect_kind": "jinja", "template": template}}
+
+
+def _unless_it_goes_on(
+    *,
+    name: str,
+    description: str,
+    after: str,
+    expect: set[str],
+    within: timedelta,
+    action: ChangeFlowRunState,
+) -> AutomationCore:
+    """Change the state of a run of ours for which, after the one event, none of the others has come in time."""
+    return AutomationCore(
+        name=name,
+        description=description,
+        enabled=True,
+        trigger=EventTrigger(
+            after={after},
+            expect=expect,
+            match=ResourceSpecification.model_validate(
+                {"prefect.resource.id": "prefect.flow-run.*"}
+            ),
+            match_related=ResourceSpecification.model_validate(OUR_FLOWS),
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=within,
+        ),
+        actions=[action],
+    )
+
+
+def _events(*states: str) -> set[str]:
+    """The events of runs that come into these states."""
+    return {f"prefect.flow-run.{name}" for name in states}

@@ -1,4 +1,4 @@
-"""The command line, called in this process with settings that it has to refuse."""
+"""The command line, called in this process with settings that it has to refuse; what make up starts."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -9,9 +9,10 @@ import pytest
 
 from flows.cli import main
 from flows.run_log import OUR_LOGGERS
+from tests.operated_site import Site, running, watched_values
 from tests.storage.conftest import s3_endpoint, s3_environment, s3_store, store  # noqa: F401
 from tests.tiny_models import make_llama
-from tests.tiny_runs import write_chats, write_settings
+from tests.tiny_runs import Values, write_chats, write_settings
 
 Refusal = Callable[..., str]
 
@@ -68,3 +69,16 @@ def plain(tmp_path_factory) -> dict[str, Any]:
         "split": {"holdout_sources": ["unseen"]},
         "train": {"epochs": 1},
     }
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """What make up starts, for all tests of a module."""
+    with running(tmp_path_factory.mktemp("operated")) as made:
+        yield made
+
+
+@pytest.fixture
+def values(tmp_path: Path, request: pytest.FixtureRequest) -> Values:
+    """Settings of a tiny run, named after the test, with a directory in which files can land."""
+    return watched_values(tmp_path, request.node.name)

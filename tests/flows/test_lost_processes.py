@@ -1,26 +1,14 @@
 """Server, worker and run, each ended by SIGKILL or by make down: what goes on, what is told, and how it goes on."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.operated_site import ENDLESS, Site, records, running, start_training, watched_values
+from tests.operated_site import ENDLESS, Site, records, start_training
 from tests.tiny_runs import Values, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.operate]
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with running(tmp_path_factory.mktemp("lost")) as made:
-        yield made
-
-
-@pytest.fixture
-def values(tmp_path: Path, request: pytest.FixtureRequest) -> Values:
-    return watched_values(tmp_path, request.node.name)
 
 
 def goes_on_after_capture(site: Site, values: Values, run_id: str) -> None:

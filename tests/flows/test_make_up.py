@@ -1,7 +1,6 @@
 """make up and make down: twice at once, at a port that is taken, without their records or their database."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -9,21 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.operated_site import ENDLESS, Site, free_port, running, start_training, watched_values
+from tests.operated_site import ENDLESS, Site, free_port, start_training
 from tests.tiny_runs import Values
 
 pytestmark = [pytest.mark.slow, pytest.mark.operate]
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with running(tmp_path_factory.mktemp("up")) as made:
-        yield made
-
-
-@pytest.fixture
-def values(tmp_path: Path, request: pytest.FixtureRequest) -> Values:
-    return watched_values(tmp_path, request.node.name)
 
 
 def test_a_database_that_was_deleted_is_made_anew_with_all_deployments(

@@ -1,29 +1,17 @@
 """make up, and what goes on by itself then: landed data is trained on once, the better draft is promoted; make down."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from storage import drafts
 from storage.store import Store
-from tests.operated_site import Site, land, records, running, watched_values
+from tests.operated_site import ENDLESS, Site, land, records, start_training
 from tests.tiny_runs import Values, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.operate]
 
 NAME = "verifier"  # the last part of the tiny verifier's path
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with running(tmp_path_factory.mktemp("operate")) as made:
-        yield made
-
-
-@pytest.fixture
-def values(tmp_path: Path, request: pytest.FixtureRequest) -> Values:
-    return watched_values(tmp_path, request.node.name)
 
 
 def test_landed_data_is_trained_on_once_and_both_drafts_are_judged(
@@ -103,9 +91,7 @@ def test_a_failed_run_leaves_a_page_with_stage_cause_and_next_step(
 def test_a_run_whose_machine_is_lost_is_crashed_within_two_minutes_and_a_retry_goes_on(
     site: Site, values: Values
 ) -> None:
-    values["train"] |= {"epochs": 10_000}
-    run_id = site.start("train-draft", {"settings": values})
-    wait_for(lambda: Path(values["store"], "checkpoints").exists(), seconds=90)
+    run_id = start_training(site, values, epochs=ENDLESS, deployment="train-draft")
     site.kill("worker")
     said = wait_for(lambda: site.crashed(run_id), seconds=120)
 
@@ -123,9 +109,7 @@ def test_a_run_whose_machine_is_lost_is_crashed_within_two_minutes_and_a_retry_g
 def test_a_run_without_a_worker_can_be_cancelled_and_the_next_need_not_wait_for_it(
     site: Site, values: Values
 ) -> None:
-    values["train"] |= {"epochs": 10_000}
-    run_id = site.start("train-draft", {"settings": values})
-    wait_for(lambda: Path(values["store"], "checkpoints").exists(), seconds=90)
+    run_id = start_training(site, values, epochs=ENDLESS, deployment="train-draft")
     site.kill("worker")
 
     cancelled = site.cancel(run_id)

@@ -17,23 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from storage import drafts
 from storage.store import Store
-from tests.operated_site import Site, land, records, running, watched_values
+from tests.operated_site import Site, land, records
 from tests.tiny_runs import TinyRun, Values, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.operate]
 
 NAME = "verifier"  # the last part of the tiny verifier's path
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with running(tmp_path_factory.mktemp("watching")) as made:
-        yield made
-
-
-@pytest.fixture
-def values(tmp_path: Path, request: pytest.FixtureRequest) -> Values:
-    return watched_values(tmp_path, request.node.name)
 
 
 @pytest.fixture

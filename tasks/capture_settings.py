@@ -39,7 +39,7 @@ class CaptureSettings(StageSettings):
     """What the verifier computes in; auto: as its weights are stored, on a CPU bfloat16 if it is native."""
     rows_per_shard: PositiveInt = 2000
     """Most samples of a shard."""
-    shard_megabytes: PositiveInt = 1000
+    shard_megabytes: PositiveInt = 2000
     """Size at which a shard is closed, in MB."""
     gpus: PositiveInt = 1
     """GPUs to use; on a machine without, the number of CPU processes."""

@@ -1,51 +1,22 @@
-"""Which states of the verifier a draft sees, and the canary that proves they are the right ones.
+"""Which states of the verifier a draft sees, and the hooks that record them.
 
-B = batch, S = sequence, N = tokens of one sample, P = probed positions, A = captured layers,
-H = verifier hidden size, L = decoder layers, V = vocabulary.
+B = batch, S = sequence, A = captured layers, H = verifier hidden size, L = decoder layers.
 
 The convention, here and nowhere else: layer id i is the *input* of decoder layer i, which is
 transformers' `hidden_states[i]` and vLLM's id i. `last` is the *input of the final norm*: the state
 that transformers does not return (its own last entry is behind the norm).
 """
 
-import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
-from tasks.eagle3.head import VerifierHead
 from tasks.eagle3.verifier import check_layer_ids
 
 FINAL_STATE = "pre_norm"
-MAX_PROBED_POSITIONS = 512
-NEAR_TIE = 8
-"""Rounding errors of the model's dtype, as shares of the logits' spread, within which two logits tie: what the layers
-of a deep model add up to. In bf16 that is 6 %, in fp32 a millionth."""
-
-
-class CanaryError(ValueError):
-    """Captured states that are not the verifier's; the message says which and why."""
-
-
-@dataclass(frozen=True)
-class CanaryScore:
-    """What check_states measured."""
-
-    argmax_agreement: float
-    """Share of the positions at which the rebuilt head chooses the verifier's own token."""
-    positions: int
-    """How many positions were compared."""
-    logit_error: float
-    """Relative error of the rebuilt logits against the verifier's own, without their mean, which no softmax sees."""
-    aux_error: tuple[float, ...]
-    """Relative error of each captured layer against transformers' own hidden states."""
-    stored_agreement: float
-    """As `argmax_agreement`, of the last states as they are stored."""
 
 
 @dataclass(frozen=True)
@@ -156,187 +127,3 @@ class StateHooks:
             )
         found = {place: states.pop() for place, states in self._states.items()}
         return [found[i] for i in self.layer_ids], found[len(self.decoder.layers)]
-
-
-@torch.inference_mode()
-def check_states(  # noqa: PLR0917 - one sample's parts in the order in which they are stored
-    model: nn.Module,
-    head: VerifierHead,
-    input_ids: Tensor | Sequence[int],
-    aux: Tensor,
-    last: Tensor,
-    layer_ids: Sequence[int],
-    *,
-    stored_last: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    threshold: float = 0.98,
-    aux_tolerance: float = 0.05,
-    logit_tolerance: float = 0.1,
-) -> CanaryScore:
-    """Hold one captured sample against the verifier itself: the canary.
-
-    `input_ids` [N], `aux` [N, A * H] and `last` [N, H] are as captured; `stored_last` [N, H] is `last`
-    after its codec's round trip, of which the agreement is measured and not judged.
-    Three comparisons, all independent of our hooks: the argmax of the rebuilt head on `last` with that
-    of the verifier's own logits, at MAX_PROBED_POSITIONS positions at most (drawn by `generator`,
-    else evenly spread), the values of these logits, which a wrong scale, cap or epsilon changes and
-    the argmax does not, and `aux` with transformers' own `hidden_states[i]`. A position agrees too
-    when the verifier's own logits tie there within rounding, which is twice the difference that the
-    logits of the two show at this position and no more than NEAR_TIE of their spread. One position
-    may always differ: in bf16 two tokens of a short sample can come that close.
-
-    Another layer's states are caught below the tolerance of 0.05 too, since the asked layer must be
-    the nearest of all.
-
-    Raises CanaryError naming what is wrong, ValueError for shapes that do not belong together.
-    """
-    ids = torch.as_tensor(input_ids, dtype=torch.long)
-    _check_shapes(ids, aux, last, layer_ids, hidden_size=head.norm.numel())
-    decoder = find_decoder(model)
-    check_layer_ids(layer_ids, len(decoder.layers))
-    positions = _draw_positions(len(ids), generator)  # [P]
-    device = next(decoder.base.parameters()).device
-    # the head of a large vocabulary at P positions only, where the model can do that
-    keep = {"logits_to_keep": positions.to(device)} if _keeps_logits(model) else {}
-    own = model(input_ids=ids[None].to(device), output_hidden_states=True, use_cache=False, **keep)
-    if len(own.hidden_states) != len(decoder.layers) + 1:
-        raise ValueError(
-            f"transformers returned {len(own.hidden_states)} hidden states of a model with "
-            f"{len(decoder.layers)} layers, expected one more than layers; it is not supported"
-        )
-    references = [
-        state[0].to(last.device).float() for state in own.hidden_states
-    ]  # L + 1 of [N, H]
-    layers = aux.float().chunk(len(layer_ids), dim=-1)  # A of [N, H]
-    aux_error = tuple(
-        _relative_error(state, references[i]) for i, state in zip(layer_ids, layers, strict=True)
-    )
-    own_logits = own.logits[0] if keep else own.logits[0, positions.to(device)]  # [P, V]
-    own_logits = own_logits.to(last.device)
-    rebuilt = head.logits(last[positions])  # [P, V]
-    logit_error = _relative_error(_centered(rebuilt), _centered(own_logits.float()))
-    rounding = _rounding(rebuilt, own_logits)
-    agrees = _agrees(rebuilt, own_logits, within=rounding)
-    agreement = agrees.float().mean().item()
-    stored_agreement = agreement
-    if stored_last is not None and not torch.equal(stored_last, last):
-        stored = head.logits(stored_last[positions])
-        stored_agreement = _agrees(stored, own_logits, within=rounding).float().mean().item()
-    score = CanaryScore(agreement, len(positions), logit_error, aux_error, stored_agreement)
-    _judge_aux(score, layers, references, layer_ids, tolerance=aux_tolerance)
-    if not bool(torch.isfinite(last).all()) or len(agrees) - int(agrees.sum()) > max(
-        1, math.floor((1 - threshold) * len(positions) + 1e-9)
-    ):
-        raise CanaryError(
-            f"the head on the captured last states chooses the verifier's token at "
-            f"{score.argmax_agreement:.1%} of {score.positions} positions, below the threshold of "
-            f"{threshold:.1%}: {_explain_last(head, last.float(), references)}"
-        )
-    if not logit_error <= logit_tolerance:  # so that NaN fails
-        raise CanaryError(
-            f"the head on the captured last states chooses the verifier's tokens, but its logits are off by "
-            f"{logit_error:.1%} from the verifier's own (tolerance {logit_tolerance:.0%}): a scale or cap of the "
-            f"logits, or the norm's epsilon, is not what its config says (understood: {head.transform!r}, epsilon "
-            f"{head.eps}); `outrider inspect` shows which part of the config was read"
-        )
-    return score
-
-
-def _agrees(rebuilt: Tensor, own: Tensor, *, within: Tensor) -> Tensor:
-    """Where the argmax of rebuilt logits [P, V] is the verifier's own up to `within` [P]: [P] bool."""
-    chosen = rebuilt.argmax(dim=-1, keepdim=True)  # [P, 1]
-    return own.gather(1, chosen)[:, 0] >= own.amax(dim=-1) - within
-
-
-def _rounding(rebuilt: Tensor, own: Tensor) -> Tensor:
-    """How far the verifier's own logits [P, V] may be apart at each position and still tie: [P]."""
-    spread = own.float().std(dim=-1)
-    difference = (_centered(rebuilt) - _centered(own.float())).square().mean(dim=-1).sqrt()
-    return torch.minimum(2 * difference, NEAR_TIE * torch.finfo(own.dtype).eps * spread)
-
-
-def _centered(logits: Tensor) -> Tensor:
-    return logits - logits.mean(dim=-1, keepdim=True)
-
-
-def _check_shapes(
-    ids: Tensor, aux: Tensor, last: Tensor, layer_ids: Sequence[int], *, hidden_size: int
-) -> None:
-    wanted = {"aux": (len(ids), len(layer_ids) * hidden_size), "last": (len(ids), hidden_size)}
-    for name, tensor in (("aux", aux), ("last", last)):
-        if tuple(tensor.shape) != wanted[name]:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, expected {list(wanted[name])} for "
-                f"{len(ids)} tokens, {len(layer_ids)} layers and hidden size {hidden_size}"
-            )
-
-
-def _keeps_logits(model: nn.Module) -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
-
-
-def _draw_positions(tokens: int, generator: torch.Generator | None) -> Tensor:
-    count = min(tokens, MAX_PROBED_POSITIONS)
-    if generator is None:
-        return torch.arange(count) * tokens // count
-    return torch.randperm(tokens, generator=generator)[:count].sort().values
-
-
-def _relative_error(state: Tensor, reference: Tensor) -> float:
-    """Mean over tokens of |state - reference| / |reference|.
-
-    Per token, because a first token's activations can be a thousand times the others'.
-    """
-    error = torch.linalg.vector_norm(state - reference, dim=-1)
-    size = torch.linalg.vector_norm(reference, dim=-1).clamp_min(1e-12)
-    return float((error / size).mean().item())
-
-
-def _nearest(state: Tensor, references: Sequence[Tensor]) -> tuple[int, float]:
-    errors = [_relative_error(state, reference) for reference in references]
-    best = min(range(len(errors)), key=lambda i: errors[i])
-    return best, errors[best]
-
-
-def _judge_aux(
-    score: CanaryScore,
-    layers: Sequence[Tensor],
-    references: Sequence[Tensor],
-    layer_ids: Sequence[int],
-    *,
-    tolerance: float,
-) -> None:
-    for layer_id, state, error in zip(layer_ids, layers, score.aux_error, strict=True):
-        best, best_error = _nearest(state, references)
-        # "not <=" so that NaN fails
-        if not error <= tolerance or best != layer_id:
-            raise CanaryError(
-                f"the states captured as layer {layer_id} are off by {error:.2%} from the verifier's "
-                f"hidden_states[{layer_id}] (tolerance {tolerance:.0%}); the nearest is "
-                f"hidden_states[{best}], off by {best_error:.2%}"
-                + (": layer ids are shifted" if best_error <= tolerance else "")
-            )
-
-
-def _explain_last(head: VerifierHead, last: Tensor, references: Sequence[Tensor]) -> str:
-    """Say what the captured last states are instead of the input of the final norm."""
-    if not bool(torch.isfinite(last).all()):
-        return "they are not finite"
-    behind_norm = len(references) - 1
-    if _relative_error(last, references[behind_norm]) < 0.05:
-        return (
-            "they equal the verifier's states behind the final norm, so the final norm is applied "
-            f"twice; store the norm's input ({FINAL_STATE})"
-        )
-    best, error = _nearest(last, references[:behind_norm])
-    if error < 0.05:
-        return f"they equal hidden_states[{best}], the input of layer {best}, not of the final norm"
-    rebuilt = _relative_error(head.normed(last), references[behind_norm])
-    if rebuilt < 0.05:
-        return (
-            "they are the final norm's input, so the head tensors or a transform of the logits "
-            "differ from the verifier's"
-        )
-    return (
-        f"behind the final norm they are off by {rebuilt:.1%}; nothing of the verifier equals them"
-    )

@@ -9,6 +9,7 @@ one sample, A = captured layers, H = verifier hidden size.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -40,6 +41,12 @@ class CapturedStates(NamedTuple):
         aux, last = (part.split_with_sizes(list(lengths)) for part in self)
         parts = zip(aux, last, strict=True)
         return [CapturedStates(aux, last) for aux, last in parts]
+
+    def of(self, chosen: Sequence[int], lengths: Sequence[int]) -> "CapturedStates":
+        """Return a copy of the states of some samples, of all of which the lengths are given."""
+        samples = self.split(lengths)
+        parts = [CapturedStates(self.aux[:0], self.last[:0]), *(samples[i] for i in chosen)]
+        return CapturedStates(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 class CaptureEngine:
@@ -76,30 +83,67 @@ class CaptureEngine:
         tokens_per_batch: int,
         progress: ProgressCallback | None = None,
     ) -> CapturedStates:
-        """Return the states of all samples side by side, in the order given.
+        """As `start`, and wait for the states."""
+        return self.start(samples, tokens_per_batch=tokens_per_batch, progress=progress)()
 
-        Batches hold samples of like length, `tokens_per_batch` padded tokens at most (a longer sample runs alone).
-        After a batch that does not fit the memory all batches are half as large, in later calls too. `progress`
-        gets the count of tokens done so far. Raises ValueError for an empty sample and for none at all,
-        CaptureMemoryError when one sample alone does not fit.
+    def start(
+        self,
+        samples: Sequence[Sequence[int]],
+        *,
+        tokens_per_batch: int,
+        progress: ProgressCallback | None = None,
+    ) -> Callable[[], CapturedStates]:
+        """Queue the passes of all samples; returns what waits for the last of them.
+
+        That gives the states of all samples side by side, in the order given. A GPU computes meanwhile, and need not
+        wait for who checks and writes them. Batches hold samples of like length, `tokens_per_batch` padded tokens at
+        most (a longer sample runs alone). After a batch that does not fit the memory all batches are half as large, in
+        later calls too. `progress` gets the count of tokens done so far. Raises ValueError for an empty sample and for
+        none at all, CaptureMemoryError when one sample alone does not fit.
         """
-        lengths = [len(sample) for sample in samples]
-        if not lengths:
+        starts = [0, *accumulate(len(sample) for sample in samples)]
+        if not samples:
             raise ValueError("there are no samples to capture; give one at least")
-        starts = [0, *accumulate(lengths)]
         states: CapturedStates | None = None
-        done, before = 0, None
+        done = 0
+        copying: _Copying | None = None
+
+        def wait_for_copies() -> None:
+            nonlocal done, copying
+            if copying is None:
+                return
+            done, copying = done + copying.wait(), None
+            if progress is not None:
+                progress(done)
+
         with torch.inference_mode(), self._hooks, self._layers_compiled():
-            for batch in chain(self._run_all(samples, tokens_per_batch), [None]):
-                # The copy of the batch before went on while this one was being queued.
-                if before is not None:
-                    states = states or before.make_room(starts[-1])
-                    done += before.finish(states, starts)
-                    if progress is not None:
-                        progress(done)
-                before = batch
-        assert states is not None
-        return states
+            for batch in self._run_all(samples, tokens_per_batch):
+                states = states or self._make_room(batch.states, starts[-1])
+                copied = _Copying(batch, states, starts)
+                wait_for_copies()  # of the batch before, while this one is computed
+                copying = copied
+
+        def finish() -> CapturedStates:
+            wait_for_copies()
+            assert states is not None
+            return states
+
+        return finish
+
+    @staticmethod
+    def _make_room(like: CapturedStates, tokens: int) -> CapturedStates:
+        """Memory of the host for so many tokens' states; page-locked for a GPU's copies."""
+        return CapturedStates(
+            *(
+                torch.empty(
+                    tokens,
+                    part.shape[1],
+                    dtype=part.dtype,
+                    pin_memory=part.device.type == "cuda",
+                )
+                for part in like
+            )
+        )
 
     @contextmanager
     def _layers_compiled(self) -> Iterator[None]:
@@ -114,7 +158,7 @@ class CaptureEngine:
 
     def _run_all(
         self, samples: Sequence[Sequence[int]], tokens_per_batch: int
-    ) -> Iterator["_InFlight"]:
+    ) -> Iterator["_Batch"]:
         waiting = self._plan(samples, range(len(samples)), tokens_per_batch)
         while waiting:
             batch = waiting.pop(0)
@@ -156,7 +200,8 @@ class CaptureEngine:
         )
         return [[chosen[i] for i in batch] for batch in planned]
 
-    def _run(self, samples: Sequence[Sequence[int]], batch: list[int]) -> "_InFlight":
+    def _run(self, samples: Sequence[Sequence[int]], chosen: list[int]) -> "_Batch":
+        batch = sorted(chosen)  # neighbors are copied together
         lengths = [len(samples[i]) for i in batch]
         longest = max(lengths)
         ids = torch.zeros(len(batch), longest, dtype=torch.long)  # [B, S]
@@ -165,7 +210,7 @@ class CaptureEngine:
         real = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]  # [B, S]
         # No attention mask: padding stands on the right, so causal attention never shows it to a real
         # token, and without a mask attention takes its fast causal path.
-        self._decoder.base(input_ids=ids.to(self._device), use_cache=False)
+        self._decoder.base(input_ids=_sent(ids, self._device), use_cache=False)
         aux, last = self._hooks.take()
         for state in (*aux, last):
             if state.shape[:2] != ids.shape:
@@ -176,7 +221,7 @@ class CaptureEngine:
         places = real.flatten().nonzero()[:, 0]  # [T]
         packed_aux = self._pack(aux, places)  # [T, A * H]
         packed_last = self._pack([last], places)  # [T, H]
-        return _InFlight(batch, lengths, CapturedStates(packed_aux, packed_last))
+        return _Batch(batch, lengths, CapturedStates(packed_aux, packed_last))
 
     def _pack(self, states: list[Tensor], places: Tensor) -> Tensor:
         """Real tokens of [B, S, H] states, side by side, in the stored dtype: [T, len(states) * H]."""
@@ -185,50 +230,78 @@ class CaptureEngine:
             len(places), len(states) * size, dtype=self._store_dtype, device=device
         )
         for slot, state in enumerate(states):  # each on the GPU of its layer
-            here = places.to(state.device, non_blocking=True)
+            here = _sent(places, state.device)
             flat = state.reshape(-1, size).index_select(0, here)  # [T, H]
             packed[:, slot * size : (slot + 1) * size] = flat
         return packed
 
 
-class _InFlight:
-    """A batch whose states are on their way to the CPU."""
+class _Batch(NamedTuple):
+    """States of some samples where the verifier computes them; on a GPU they may not be there yet."""
 
-    def __init__(self, batch: list[int], lengths: list[int], states: CapturedStates) -> None:
-        self._batch, self._lengths = batch, lengths
-        self._copies = [_Copied(tensor) for tensor in states]
-        self._states = CapturedStates(*(copied.host for copied in self._copies))
-
-    def make_room(self, tokens: int) -> CapturedStates:
-        """Memory for the states of so many tokens."""
-        return CapturedStates(*(part.new_empty(tokens, part.shape[1]) for part in self._states))
-
-    def finish(self, into: CapturedStates, starts: Sequence[int]) -> int:
-        """Wait for the copy and put each sample's rows where they start; returns how many tokens it was."""
-        for copied in self._copies:
-            copied.wait()
-        for i, part in zip(self._batch, self._states.split(self._lengths), strict=True):
-            rows = slice(starts[i], starts[i] + len(part.last))
-            into.aux[rows], into.last[rows] = part
-        return sum(self._lengths)
+    samples: list[int]
+    """Which ones, in the order in which they lie here."""
+    lengths: list[int]
+    states: CapturedStates
 
 
-class _Copied:
-    """A tensor being copied to `host`, pinned memory; one on the CPU is there already."""
+class _Copying:
+    """The states of a batch on their way to the host, each sample's to where it starts."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.host, self._event = tensor, None
-        if tensor.device.type == "cuda":
-            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.host.copy_(tensor, non_blocking=True)
-            make_event: Any = torch.cuda.Event
-            self._event = make_event()
-            self._event.record(torch.cuda.current_stream(tensor.device))
+    def __init__(self, batch: _Batch, into: CapturedStates, starts: Sequence[int]) -> None:
+        self._tokens = sum(batch.lengths)
+        pieces = list(_pieces([starts[i] for i in batch.samples], batch.lengths))
+        self._events = [
+            _copy(part, target, pieces) for part, target in zip(batch.states, into, strict=True)
+        ]
 
-    def wait(self) -> None:
-        """Return when it is there."""
-        if self._event is not None:
-            self._event.synchronize()
+    def wait(self) -> int:
+        """Return, once they are there, how many tokens it was."""
+        for event in self._events:
+            if event is not None:
+                event.synchronize()
+        return self._tokens
+
+
+def _pieces(starts: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """First row here, first row there and length of what can be copied at once: neighbors are neighbors there too."""
+    here = begun = 0
+    for i, length in enumerate(lengths):
+        here += length
+        if i + 1 == len(lengths) or starts[i + 1] != starts[i] + length:
+            size = here - begun
+            yield begun, starts[i] + length - size, size
+            begun = here
+
+
+def _copy(source: Tensor, target: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Any:
+    """Copy rows to the host. From a GPU in a stream beside its compute: returns the event of the end."""
+    device = source.device
+    if device.type != "cuda":
+        for here, there, size in pieces:
+            target[there : there + size] = source[here : here + size]
+        return None
+    stream = _copy_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for here, there, size in pieces:
+            target[there : there + size].copy_(source[here : here + size], non_blocking=True)
+        event = stream.record_event()
+    source.record_stream(stream)  # whose memory is free again only then
+    return event
+
+
+@cache
+def _copy_stream(device: torch.device) -> Any:
+    make_stream: Any = torch.cuda.Stream
+    return make_stream(device)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Send a tensor of the host to `device` without waiting for what a GPU has to do before."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def plan_batches(
@@ -245,7 +318,7 @@ def plan_batches(
             f"{min(lengths, default=1)}) must be at least 1; drop empty samples"
         )
     batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], -i)):
         longest = lengths[batches[-1][0]] if batches else 0
         fits = batches and (len(batches[-1]) + 1) * longest <= tokens_per_batch
         if fits and (apart_above is None or (longest > apart_above) == (lengths[i] > apart_above)):

@@ -1,9 +1,16 @@
-"""Job of capture: one row range of the plan -> one shard of hidden states, checked before it is published."""
+"""Job of capture: one row range of the plan -> one shard of hidden states, checked before it is published.
+
+The verifier's passes are queued first, those of the canary behind them. While a GPU computes them, the states of the
+shard before are awaited, checked and written: it never waits for a check or a file.
+"""
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +24,23 @@ from storage.row_ranges import RowRange
 from storage.shards import ShardRows, is_finite, write_shard
 from storage.store import Store
 from tasks.child import ProgressCallback
-from tasks.eagle3.head import VerifierHead
-from tasks.eagle3.hidden_states import (
+from tasks.eagle3.canary import (
     CanaryError,
     CanaryScore,
+    OwnStates,
     check_states,
-    find_decoder,
-    rope_switch,
+    run_verifier,
 )
+from tasks.eagle3.head import VerifierHead
+from tasks.eagle3.hidden_states import find_decoder, rope_switch
 from tasks.engines.transformers import CapturedStates, CaptureEngine
 from tasks.jobs.models import check_unchanged, load_model
 from tasks.jobs.verifiers import open_head
 
 logger = logging.getLogger(__name__)
+
+_VERIFIER = threading.Lock()
+"""Held by who runs the verifier: its hooks and its compiled layers are for one at a time."""
 
 PREFIX_TOKENS = 256
 """Of a sample that the canary compares."""
@@ -73,50 +84,46 @@ def run(request: dict[str, Any], progress: ProgressCallback) -> Callable[[], dic
         progress({"tokens": done - reported})
         reported = done
 
-    states = _engine(where, layer_ids, settings["compile"]).capture(
-        tokens, tokens_per_batch=settings["tokens_per_batch"], progress=report
-    )
-    kept, quarantined = sort_out(rows, states)
-    if quarantined:
-        logger.warning(
-            "%s: %d of %d samples are quarantined", wanted.path, len(quarantined), len(rows)
+    whole = start == 0 or int(wanted.key, 16) % WHOLE_EVERY == 0
+    with _VERIFIER:
+        finish = _engine(where, layer_ids, settings["compile"]).start(
+            tokens, tokens_per_batch=settings["tokens_per_batch"], progress=report
         )
-        samples = states.split(list(map(len, tokens)))
-        rows = [rows[i] for i in kept]
-        tokens = [row["input_ids"] for row in rows]
-        usable = [CapturedStates(states.aux[:0], states.last[:0]), *(samples[i] for i in kept)]
-        states = CapturedStates(*(torch.cat(parts) for parts in zip(*usable, strict=True)))
-    canary = None
-    if rows:
-        head = _head(request["store"], request["verifier"])
-        try:
-            canary = check_shard(
-                _model(where),
-                head,
-                tokens,
-                states,
-                layer_ids,
-                codec=settings["codec"],
-                whole=start == 0 or int(wanted.key, 16) % WHOLE_EVERY == 0,
-            )
-        except CanaryError as error:
-            raise CanaryError(f"{wanted.path}, rows [{start}, {stop}): {error}") from error
+        probes = run_probes(_model(where), tokens, whole=whole)
 
     def publish() -> dict[str, Any]:
+        states = finish()
+        kept, quarantined = sort_out(rows, states)
+        usable, used, found = rows, tokens, probes
+        if quarantined:
+            logger.warning(
+                "%s: %d of %d samples are quarantined", wanted.path, len(quarantined), len(rows)
+            )
+            usable, used = [rows[i] for i in kept], [tokens[i] for i in kept]
+            states = states.of(kept, list(map(len, tokens)))
+            with _VERIFIER:
+                found = run_probes(_model(where), used, whole=whole)
+        try:
+            head = _head(request["store"], request["verifier"], found.device)
+            canary = check_shard(found, head, states, layer_ids, codec=settings["codec"])
+        except CanaryError as error:
+            raise CanaryError(f"{wanted.path}, rows [{start}, {stop}): {error}") from error
+        for own in (probes.own, found.own):
+            own.clear()  # whole texts' are large, and writing takes a while
         check_unchanged(request)
         with artifacts.write(store, wanted) as writer:
             write_shard(
                 writer,
                 aux=states.aux,
                 last=states.last,
-                rows=ShardRows.from_lists([row["sample_id"] for row in rows], tokens),
+                rows=ShardRows.from_lists([row["sample_id"] for row in usable], used),
                 layer_ids=list(layer_ids),
                 codec=settings["codec"],
             )
             writer.publish(
-                rows=len(rows),
+                rows=len(usable),
                 facts={
-                    "tokens": sum(map(len, tokens)),
+                    "tokens": sum(map(len, used)),
                     "rows": [start, stop],
                     "canary": canary,
                     "quarantined": quarantined,
@@ -150,40 +157,68 @@ def find_fault(sample: CapturedStates) -> str | None:
     return f"NaN or infinite values in {wrong[0]}" if wrong else None
 
 
+class Probes(NamedTuple):
+    """What the verifier itself makes of some samples of a shard, at their beginning or whole."""
+
+    own: dict[int, OwnStates]
+    """By the sample's index."""
+    lengths: list[int]
+    """Of all samples."""
+    device: torch.device
+    """Where the comparisons are quick."""
+    ready: Any
+    """A GPU's event behind the verifier's passes; None on a CPU."""
+
+
+def run_probes(model: PreTrainedModel, tokens: list[list[int]], *, whole: bool = True) -> Probes:
+    """Queue the verifier once more for samples from a shard's start, middle and end.
+
+    They are cut to PREFIX_TOKENS, with `whole` all but the middle one. Those of one length go through together.
+    """
+    lengths = [len(sample) for sample in tokens]
+    switch = rope_switch(find_decoder(model).base.config)
+    chosen = sorted(_probed(lengths, whole=whole, switch=switch).items(), key=lambda it: it[1])
+    own: dict[int, OwnStates] = {}
+    for count, group in groupby(chosen, key=lambda item: item[1]):
+        indices = [index for index, _ in group]
+        states = run_verifier(model, [tokens[i][:count] for i in indices])
+        own.update(zip(indices, states, strict=True))
+    device = next(model.parameters()).device
+    ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    return Probes(own, lengths, device, ready)
+
+
 def check_shard(
-    model: PreTrainedModel,
+    probes: Probes,
     head: VerifierHead,
-    tokens: list[list[int]],
     states: CapturedStates,
     layer_ids: tuple[int, ...],
     *,
     codec: str = "bf16",
-    whole: bool = True,
-) -> dict[str, Any]:
-    """Hold the canary against samples from a shard's start, middle and end; returns its scores taken together.
+) -> dict[str, Any] | None:
+    """Hold the canary against the probed samples of a shard; returns its scores taken together, None of no sample.
 
-    The verifier runs once more for them, so they are cut to PREFIX_TOKENS, with `whole` all but the middle one.
     The states as captured are judged. What a codec makes of them is measured besides: the share of positions at
     which the head still chooses the verifier's token is `stored_agreement`.
 
     Raises CanaryError when the states are not those of these layers, or not before the final norm.
     """
-    lengths = [len(sample) for sample in tokens]
-    samples = states.split(lengths)
-    device = next(model.parameters()).device  # where the comparisons are quick
-    switch = rope_switch(find_decoder(model).base.config)
-    scores = [
-        check_states(
-            model,
-            head,
-            tokens[i][:count],
-            samples[i].aux[:count].to(device),
-            samples[i].last[:count].to(device),
-            layer_ids,
-            stored_last=as_stored(codec, samples[i].last[:count]).to(device),
-        )
-        for i, count in _probes(lengths, whole=whole, switch=switch).items()
-    ]
+    samples = states.split(probes.lengths)
+    scores = []
+    with _beside(probes):
+        for index, own in sorted(probes.own.items()):
+            aux, last = (part[: len(own.states[0])] for part in samples[index])
+            score = check_states(
+                own,
+                head,
+                aux.to(probes.device),
+                last.to(probes.device),
+                layer_ids,
+                stored_last=as_stored(codec, last).to(probes.device),
+            )
+            scores.append(score)
+    if not scores:
+        return None
     positions = sum(score.positions for score in scores)
 
     def share(agreement: Callable[[CanaryScore], float]) -> float:
@@ -198,11 +233,31 @@ def check_shard(
     }
 
 
-def _probes(lengths: Sequence[int], *, whole: bool, switch: int | None) -> dict[int, int]:
+@contextmanager
+def _beside(probes: Probes) -> Iterator[None]:
+    """Compute in a stream of its own, behind the probes and not behind the shard that is being captured."""
+    if probes.ready is None:
+        yield
+        return
+    stream = _check_stream(probes.device)
+    stream.wait_event(probes.ready)
+    with torch.cuda.stream(stream):
+        yield
+
+
+@functools.cache
+def _check_stream(device: torch.device) -> Any:
+    make_stream: Any = torch.cuda.Stream
+    return make_stream(device)
+
+
+def _probed(lengths: Sequence[int], *, whole: bool, switch: int | None) -> dict[int, int]:
     """Index of each sample that is compared -> how many of its first tokens.
 
     A text longer than `switch` cannot be cut: its states are not those of its beginning alone.
     """
+    if not lengths:
+        return {}
     middle = len(lengths) // 2
     entire = {
         i for i, n in enumerate(lengths) if (whole and i == middle) or (switch and n > switch)
@@ -212,14 +267,16 @@ def _probes(lengths: Sequence[int], *, whole: bool, switch: int | None) -> dict[
 
 
 @functools.cache
-def _head(store_url: str, path: str) -> VerifierHead:
+def _head(store_url: str, path: str, device: torch.device) -> VerifierHead:
+    """The verifier's head, on the GPU if it has the room."""
     store = Store(store_url)
     head = open_head(store, artifacts.require(store, path))
-    if not torch.cuda.is_available():
-        return head
-    return dataclasses.replace(
-        head, head=head.head.pin_memory()
-    )  # it goes to the GPU for every shard
+    try:
+        return dataclasses.replace(head, head=head.head.to(device))
+    except torch.OutOfMemoryError:
+        return dataclasses.replace(
+            head, head=head.head.pin_memory()
+        )  # it goes there piece by piece
 
 
 def _model(where: _Where) -> PreTrainedModel:

@@ -1,6 +1,7 @@
 """What bench_capture compares with: a plain transformers loop, a random verifier, random texts, a matmul ceiling."""
 
 import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -103,6 +104,19 @@ def plain_loop(  # noqa: PLR0917 - as plain as the loop itself
                 save_file(waiting, directory / f"{done}.safetensors")
                 waiting = {}
     return found
+
+
+def sustained_ceiling(dtype: torch.dtype, device: str, seconds: float = 4.0) -> float:
+    """GFLOP/s of a large product that goes on for seconds: a GPU at its power limit lowers its clock."""
+    left, right = (torch.randn(8192, 8192, dtype=dtype, device=device) for _ in range(2))
+    times: list[float] = []
+    while sum(times) < seconds:
+        started = time.perf_counter()
+        for _ in range(10):
+            left @ right
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return 10 * 2 * 8192**3 / statistics.median(times[len(times) // 2 :]) / 1e9
 
 
 def matmul_ceiling(dtype: torch.dtype, device: str) -> float:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tasks.eagle3.canary import check_states, run_verifier
 from tasks.eagle3.draft import (
     Eagle3DraftModel,
     load_speculator,
@@ -16,7 +17,6 @@ from tasks.eagle3.draft import (
     trainable_parameters,
 )
 from tasks.eagle3.head import VerifierHead, read_head
-from tasks.eagle3.hidden_states import check_states
 from tasks.eagle3.speculative import speculative_greedy
 from tasks.eagle3.training_step import training_forward
 from tasks.eagle3.verifier import VerifierError, VerifierFacts, read_facts
@@ -112,9 +112,8 @@ def test_captured_states_pass_the_canary_of_the_saved_model(checkpoint: Checkpoi
     captured = engine.capture(samples, tokens_per_batch=64)
 
     for sample, states in zip(samples, captured.split(list(map(len, samples))), strict=True):
-        score = check_states(
-            checkpoint.original, checkpoint.head, sample, states.aux, states.last, LAYER_IDS
-        )
+        (own,) = run_verifier(checkpoint.original, [sample])
+        score = check_states(own, checkpoint.head, states.aux, states.last, LAYER_IDS)
         assert score.argmax_agreement == 1.0
         assert max(score.aux_error) < 1e-4
 

@@ -2,17 +2,19 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tasks.eagle3.canary import CanaryError
 from tasks.eagle3.head import VerifierHead, read_head
 from tasks.eagle3.head_transform import HeadTransform
-from tasks.eagle3.hidden_states import CanaryError, find_decoder
+from tasks.eagle3.hidden_states import find_decoder
 from tasks.eagle3.verifier import read_facts
 from tasks.engines.transformers import CapturedStates, CaptureEngine
-from tasks.jobs.capture import PREFIX_TOKENS, check_shard
+from tasks.jobs.capture import PREFIX_TOKENS, check_shard, run_probes
 from tests.tiny_models import load_model, make_llama
 
 LAYER_IDS = (2, 4, 5)
@@ -29,11 +31,24 @@ def capture(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> CapturedState
     return CaptureEngine(model, layer_ids).capture(TOKENS, tokens_per_batch=64)
 
 
+def check(
+    model: PreTrainedModel,
+    head: VerifierHead,
+    tokens: list[list[int]],
+    states: CapturedStates,
+    *,
+    whole: bool = True,
+) -> dict[str, Any]:
+    score = check_shard(run_probes(model, tokens, whole=whole), head, states, LAYER_IDS)
+    assert score is not None
+    return score
+
+
 def test_a_right_capture_passes_with_its_score(
     verifier: tuple[PreTrainedModel, VerifierHead],
 ) -> None:
     model, head = verifier
-    score = check_shard(model, head, TOKENS, capture(model, LAYER_IDS), LAYER_IDS)
+    score = check(model, head, TOKENS, capture(model, LAYER_IDS))
     assert score["argmax_agreement"] >= 0.98
     assert score["positions"] == len(TOKENS[0]) + len(TOKENS[2]) + len(TOKENS[4])
     assert score["logit_error"] < 0.02
@@ -50,14 +65,13 @@ def test_of_long_samples_the_beginning_is_compared_and_one_of_them_whole(
 ) -> None:
     model, head = verifier
     states = CaptureEngine(model, LAYER_IDS).capture(LONG, tokens_per_batch=512)
-    ran: list[int] = []
+    ran: list[tuple[int, ...]] = []
     handle = find_decoder(model).norm.register_forward_hook(
-        lambda _, args, __: ran.append(args[0].shape[1])
+        lambda _, args, __: ran.append(tuple(args[0].shape[:2]))
     )
-    check_shard(model, head, LONG, states, LAYER_IDS, whole=whole)
+    check(model, head, LONG, states, whole=whole)
     handle.remove()
-    middle = len(LONG[2]) if whole else PREFIX_TOKENS
-    assert ran == [PREFIX_TOKENS, middle, PREFIX_TOKENS]
+    assert ran == ([(2, PREFIX_TOKENS), (1, len(LONG[2]))] if whole else [(3, PREFIX_TOKENS)])
 
 
 def test_a_fault_behind_the_beginning_stops_the_capture_where_a_sample_is_compared_whole(
@@ -70,9 +84,9 @@ def test_a_fault_behind_the_beginning_stops_the_capture_where_a_sample_is_compar
     aux = states.aux.clone()
     aux[rows] = aux[rows].flip(0)
     states = states._replace(aux=aux)
-    check_shard(model, head, LONG, states, LAYER_IDS, whole=False)
+    check(model, head, LONG, states, whole=False)
     with pytest.raises(CanaryError, match="layer"):
-        check_shard(model, head, LONG, states, LAYER_IDS, whole=True)
+        check(model, head, LONG, states, whole=True)
 
 
 @pytest.mark.parametrize("captured", [(3, 4, 5), (2, 3, 5), (2, 4, 6), (3, 5, 6), (1, 3, 4)])
@@ -82,7 +96,7 @@ def test_layer_ids_off_by_one_stop_the_capture(
     model, head = verifier
     states = capture(model, captured)
     with pytest.raises(CanaryError, match="layer"):
-        check_shard(model, head, TOKENS, states, LAYER_IDS)
+        check(model, head, TOKENS, states)
 
 
 def test_the_final_norm_applied_twice_stops_the_capture(
@@ -94,7 +108,7 @@ def test_the_final_norm_applied_twice_stops_the_capture(
         right = capture(model, LAYER_IDS)
         states = right._replace(last=norm(right.last.float()).to(right.last.dtype))
     with pytest.raises(CanaryError, match="norm"):
-        check_shard(model, head, TOKENS, states, LAYER_IDS)
+        check(model, head, TOKENS, states)
 
 
 def test_the_head_of_another_verifier_stops_the_capture(
@@ -103,7 +117,7 @@ def test_the_head_of_another_verifier_stops_the_capture(
     model, head = verifier
     other = VerifierHead(head.embed, head.norm, head.head.roll(1, dims=0), head.eps)
     with pytest.raises(CanaryError):
-        check_shard(model, other, TOKENS, capture(model, LAYER_IDS), LAYER_IDS)
+        check(model, other, TOKENS, capture(model, LAYER_IDS))
 
 
 @pytest.mark.parametrize(
@@ -125,4 +139,4 @@ def test_a_transform_that_the_verifier_does_not_make_stops_the_capture_though_no
     with pytest.raises(
         CanaryError, match=r"a scale or cap of the logits|chooses the verifier's token"
     ):
-        check_shard(model, wrong, TOKENS, capture(model, LAYER_IDS), LAYER_IDS)
+        check(model, wrong, TOKENS, capture(model, LAYER_IDS))

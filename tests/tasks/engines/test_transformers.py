@@ -9,8 +9,8 @@ from accelerate.utils import get_balanced_memory
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 
+from tasks.eagle3.canary import check_states, run_verifier
 from tasks.eagle3.head import read_head
-from tasks.eagle3.hidden_states import check_states
 from tasks.eagle3.verifier import VerifierError, read_facts
 from tasks.engines.loading import load_verifier_model, spread_over
 from tasks.engines.transformers import (
@@ -74,9 +74,8 @@ def test_captured_states_pass_the_canary_in_bf16(directory, model, samples):
     states = CaptureEngine(model, LAYERS).capture([samples[3]], tokens_per_batch=80)
 
     assert states.aux.dtype == states.last.dtype == torch.bfloat16
-    score = check_states(
-        model, head, input_ids=samples[3], aux=states.aux, last=states.last, layer_ids=LAYERS
-    )
+    (own,) = run_verifier(model, [samples[3]])
+    score = check_states(own, head, states.aux, states.last, LAYERS)
     assert score.positions == 40
 
 
@@ -137,7 +136,7 @@ def test_a_sample_that_alone_does_not_fit_is_named(model, samples):
 
 def test_batches_hold_like_lengths_within_the_budget():
     # longest first: 9 alone (2 x 9 > 12), 5 + 5, then 2 + 1 + 1 + 1 (4 x 2 <= 12)
-    assert plan_batches([1, 5, 9, 5, 1, 2, 1], 12) == [[2], [1, 3], [5, 0, 4, 6]]
+    assert plan_batches([1, 5, 9, 5, 1, 2, 1], 12) == [[2], [3, 1], [5, 6, 4, 0]]
     # longer than the budget: runs alone
     assert plan_batches([20, 3], 12) == [[0], [1]]
     with pytest.raises(ValueError, match="drop empty samples"):
@@ -145,8 +144,8 @@ def test_batches_hold_like_lengths_within_the_budget():
 
 
 def test_samples_on_either_side_of_a_length_share_no_batch():
-    assert plan_batches([1, 5, 9, 5, 6], 100) == [[2, 4, 1, 3, 0]]
-    assert plan_batches([1, 5, 9, 5, 6], 100, apart_above=5) == [[2, 4], [1, 3, 0]]
+    assert plan_batches([1, 5, 9, 5, 6], 100) == [[2, 4, 3, 1, 0]]
+    assert plan_batches([1, 5, 9, 5, 6], 100, apart_above=5) == [[2, 4], [3, 1, 0]]
 
 
 def test_a_long_sample_does_not_change_the_long_rope_of_a_short_one(tmp_path):

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 REPLY_FD = "OUTRIDER_REPLY_FD"
 TAIL_LINES = 20
+SWITCH_SECONDS = 0.0005
+"""A thread that writes files may not keep the one that a GPU waits for from going on; Python's own is 5 ms."""
 ProgressCallback = Callable[[dict[str, Any]], None]
 Message = dict[str, Any]
 
@@ -273,6 +275,7 @@ def _kind_of(error: Exception) -> str:
 def serve(module: str) -> None:
     """The child's side: answer requests from stdin until it closes."""
     die_with_parent()
+    sys.setswitchinterval(SWITCH_SECONDS)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run = importlib.import_module(module).run

@@ -7,6 +7,7 @@ one sample, A = captured layers, H = verifier hidden size.
 """
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -309,23 +310,34 @@ def plan_batches(
 ) -> list[list[int]]:
     """Group sample indices, longest first, so that samples times longest <= tokens_per_batch.
 
-    The longest come first: what does not fit the memory fails at once. Samples longer than `apart_above`
-    share no batch with others. Raises ValueError for lengths or budgets below 1.
+    The longest come first: what does not fit the memory fails at once. There are as few batches as that gives, and
+    they are about equal: a small last one would leave a GPU waiting. Samples longer than `apart_above` share no batch
+    with others. Raises ValueError for lengths or budgets below 1.
     """
     if tokens_per_batch < 1 or min(lengths, default=1) < 1:
         raise ValueError(
             f"tokens_per_batch {tokens_per_batch} and every sample's length (shortest "
             f"{min(lengths, default=1)}) must be at least 1; drop empty samples"
         )
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], -i)):
-        longest = lengths[batches[-1][0]] if batches else 0
-        fits = batches and (len(batches[-1]) + 1) * longest <= tokens_per_batch
-        if fits and (apart_above is None or (longest > apart_above) == (lengths[i] > apart_above)):
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], -i))
+
+    def fill(budget: int) -> list[list[int]]:
+        batches: list[list[int]] = []
+        for i in order:
+            longest = lengths[batches[-1][0]] if batches else 0
+            fits = batches and (len(batches[-1]) + 1) * longest <= budget
+            apart = apart_above is not None and (longest > apart_above) != (
+                lengths[i] > apart_above
+            )
+            if fits and not apart:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+        return batches
+
+    fewest = len(fill(tokens_per_batch))
+    budgets = range(1, tokens_per_batch + 1)
+    return fill(budgets[bisect_left(budgets, x=-fewest, key=lambda budget: -len(fill(budget)))])
 
 
 def greedy_generate(

@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ _VERIFIER = threading.Lock()
 
 PREFIX_TOKENS = 256
 """Of a sample that the canary compares."""
-WHOLE_EVERY = 4
+WHOLE_EVERY = 8
 """The canary compares a whole sample in the first shard and in one of so many others."""
 
 
@@ -166,8 +166,6 @@ class Probes(NamedTuple):
     """Of all samples."""
     device: torch.device
     """Where the comparisons are quick."""
-    ready: Any
-    """A GPU's event behind the verifier's passes; None on a CPU."""
 
 
 def run_probes(model: PreTrainedModel, tokens: list[list[int]], *, whole: bool = True) -> Probes:
@@ -179,13 +177,13 @@ def run_probes(model: PreTrainedModel, tokens: list[list[int]], *, whole: bool =
     switch = rope_switch(find_decoder(model).base.config)
     chosen = sorted(_probed(lengths, whole=whole, switch=switch).items(), key=lambda it: it[1])
     own: dict[int, OwnStates] = {}
-    for count, group in groupby(chosen, key=lambda item: item[1]):
-        indices = [index for index, _ in group]
-        states = run_verifier(model, [tokens[i][:count] for i in indices])
-        own.update(zip(indices, states, strict=True))
     device = next(model.parameters()).device
-    ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-    return Probes(own, lengths, device, ready)
+    with _beside_the_capture(device):
+        for count, group in groupby(chosen, key=lambda item: item[1]):
+            indices = [index for index, _ in group]
+            states = run_verifier(model, [tokens[i][:count] for i in indices])
+            own.update(zip(indices, states, strict=True))
+    return Probes(own, lengths, device)
 
 
 def check_shard(
@@ -205,7 +203,7 @@ def check_shard(
     """
     samples = states.split(probes.lengths)
     scores = []
-    with _beside(probes):
+    with _beside_the_capture(probes.device):
         for index, own in sorted(probes.own.items()):
             aux, last = (part[: len(own.states[0])] for part in samples[index])
             score = check_states(
@@ -233,20 +231,13 @@ def check_shard(
     }
 
 
-@contextmanager
-def _beside(probes: Probes) -> Iterator[None]:
-    """Compute in a stream of its own, behind the probes and not behind the shard that is being captured."""
-    if probes.ready is None:
-        yield
-        return
-    stream = _check_stream(probes.device)
-    stream.wait_event(probes.ready)
-    with torch.cuda.stream(stream):
-        yield
+def _beside_the_capture(device: torch.device) -> AbstractContextManager[Any]:
+    """Where the canary computes: on a GPU in a stream of its own, which fills what the capture's kernels leave."""
+    return torch.cuda.stream(_canary_stream(device)) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache
-def _check_stream(device: torch.device) -> Any:
+def _canary_stream(device: torch.device) -> Any:
     make_stream: Any = torch.cuda.Stream
     return make_stream(device)
 

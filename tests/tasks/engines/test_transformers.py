@@ -116,9 +116,9 @@ def test_after_a_batch_that_does_not_fit_all_are_smaller_and_nothing_is_lost(
         handle.remove()
         spy.remove()
 
-    # 6 x 40, 3 x 40 and 3 x 17 do not fit, each halves what follows; the second call tries none of them again
-    assert tried == [240, 120, 40, 40, 51, 17, 2 * 9, 3, 40, 40, 17, 2 * 9, 3]
-    assert [record.args[-1] for record in caplog.records] == [120, 60, 25]
+    # 6 x 40 and 2 x 40 do not fit, each halves what follows; the second call tries none of them again
+    assert tried == [240, 80, 40, 40, 17, 27, 40, 40, 17, 27]
+    assert [record.args[-1] for record in caplog.records] == [120, 40]
     for captured in (first, again):
         torch.testing.assert_close(captured.aux, wanted.aux, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(captured.last, wanted.last, atol=1e-4, rtol=1e-4)

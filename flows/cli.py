@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
 
         record = train_draft(settings)
     if options.json:
-        keys = ("run", "speculator", "acceptance_length", "stages")
+        keys = ("run", "speculator", "acceptance_length", "seconds", "stages")
         print(json.dumps({key: record[key] for key in keys}))
     else:
         print(_summary(record))

@@ -43,7 +43,7 @@ class CanaryScore:
     aux_error: tuple[float, ...]
     """Relative error of each captured layer against transformers' own hidden states."""
     stored_agreement: float
-    """As `argmax_agreement`, of the last states as they are stored."""
+    """Share of the positions at which the head chooses on the last states as stored what it chooses on the captured."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,11 @@ def check_states(
     rounding = _rounding(rebuilt, own_logits)
     agrees = _agrees(rebuilt, own_logits, within=rounding)
     agreement = agrees.float().mean().item()
-    stored_agreement = agreement
+    stored_agreement = 1.0
     if stored_last is not None and not torch.equal(stored_last, last):
         stored = head.logits(stored_last[positions])
-        stored_agreement = _agrees(stored, own_logits, within=rounding).float().mean().item()
+        same = stored.argmax(dim=-1) == rebuilt.argmax(dim=-1)
+        stored_agreement = same.float().mean().item()
     apart = errors.tolist()
     aux_error = tuple(row[i] for row, i in zip(apart, layer_ids, strict=True))
     score = CanaryScore(agreement, len(positions), logit_error, aux_error, stored_agreement)

@@ -197,7 +197,7 @@ def check_shard(
     """Hold the canary against the probed samples of a shard; returns its scores taken together, None of no sample.
 
     The states as captured are judged. What a codec makes of them is measured besides: the share of positions at
-    which the head still chooses the verifier's token is `stored_agreement`.
+    which the head still chooses the same token is `stored_agreement`.
 
     Raises CanaryError when the states are not those of these layers, or not before the final norm.
     """

@@ -29,7 +29,7 @@ from tests.tiny_runs import (
 
 
 def test_the_last_line_of_a_run_has_the_shape_of_the_contract(tiny):
-    assert sorted(tiny.result) == ["acceptance_length", "run", "speculator", "stages"]
+    assert sorted(tiny.result) == ["acceptance_length", "run", "seconds", "speculator", "stages"]
     assert tuple(tiny.result["stages"]) == STAGES
     for stage in tiny.result["stages"].values():
         assert {"state", "seconds", "key", "rows"} <= stage.keys()

@@ -89,6 +89,15 @@ def test_a_fault_behind_the_beginning_stops_the_capture_where_a_sample_is_compar
         check(model, head, LONG, states, whole=True)
 
 
+def test_a_shard_without_usable_samples_has_no_score(
+    verifier: tuple[PreTrainedModel, VerifierHead],
+) -> None:
+    model, head = verifier
+    left = capture(model, LAYER_IDS).of([], list(map(len, TOKENS)))
+    assert len(left.aux) == len(left.last) == 0
+    assert check_shard(run_probes(model, []), head, left, LAYER_IDS) is None
+
+
 @pytest.mark.parametrize("captured", [(3, 4, 5), (2, 3, 5), (2, 4, 6), (3, 5, 6), (1, 3, 4)])
 def test_layer_ids_off_by_one_stop_the_capture(
     verifier: tuple[PreTrainedModel, VerifierHead], captured: tuple[int, ...]

@@ -26,7 +26,7 @@ demo: $(INSTALLED) ## train, evaluate and export a draft for SmolLM2-135M on thi
 up: $(INSTALLED) ## start a Prefect server and a worker, and deploy everything; prints the UI's address
 	$(BIN)/python -m flows.operate up
 
-down: $(INSTALLED) ## stop what make up has started; the database stays
+down: ## stop what make up has started; the database stays
 	$(BIN)/python -m flows.operate down
 
 test: $(INSTALLED) ## run the tests, but those of operation

@@ -1,6 +1,4 @@
-"""The transformers engine: captures a verifier's states and writes its greedy answers.
-
-It runs in child processes, never in the flow's.
+"""The transformers engine: captures a verifier's states, in child processes, never in the flow's.
 
 B = batch, S = longest sequence of the batch, T = tokens of the batch without padding, n = tokens of
 one sample, A = captured layers, H = verifier hidden size.
@@ -10,7 +8,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 
 from tasks.eagle3.hidden_states import StateHooks, find_decoder, rope_switch
 from tasks.eagle3.verifier import check_layer_ids
+from tasks.engines.copies import Copying, make_room, send
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +105,7 @@ class CaptureEngine:
             raise ValueError("there are no samples to capture; give one at least")
         states: CapturedStates | None = None
         done = 0
-        copying: _Copying | None = None
+        copying: Copying | None = None
 
         def wait_for_copies() -> None:
             nonlocal done, copying
@@ -119,8 +117,11 @@ class CaptureEngine:
 
         with torch.inference_mode(), self._hooks, self._layers_compiled():
             for batch in self._run_all(samples, tokens_per_batch):
-                states = states or self._make_room(batch.states, starts[-1])
-                copied = _Copying(batch, states, starts)
+                states = states or CapturedStates(
+                    *(make_room(part, starts[-1]) for part in batch.states)
+                )
+                places = [starts[i] for i in batch.samples]
+                copied = Copying(batch.states, states, places, batch.lengths)
                 wait_for_copies()  # of the batch before, while this one is computed
                 copying = copied
 
@@ -130,21 +131,6 @@ class CaptureEngine:
             return states
 
         return finish
-
-    @staticmethod
-    def _make_room(like: CapturedStates, tokens: int) -> CapturedStates:
-        """Memory of the host for so many tokens' states; page-locked for a GPU's copies."""
-        return CapturedStates(
-            *(
-                torch.empty(
-                    tokens,
-                    part.shape[1],
-                    dtype=part.dtype,
-                    pin_memory=part.device.type == "cuda",
-                )
-                for part in like
-            )
-        )
 
     @contextmanager
     def _layers_compiled(self) -> Iterator[None]:
@@ -211,7 +197,7 @@ class CaptureEngine:
         real = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]  # [B, S]
         # No attention mask: padding stands on the right, so causal attention never shows it to a real
         # token, and without a mask attention takes its fast causal path.
-        self._decoder.base(input_ids=_sent(ids, self._device), use_cache=False)
+        self._decoder.base(input_ids=send(ids, self._device), use_cache=False)
         aux, last = self._hooks.take()
         for state in (*aux, last):
             if state.shape[:2] != ids.shape:
@@ -231,7 +217,7 @@ class CaptureEngine:
             len(places), len(states) * size, dtype=self._store_dtype, device=device
         )
         for slot, state in enumerate(states):  # each on the GPU of its layer
-            here = _sent(places, state.device)
+            here = send(places, state.device)
             flat = state.reshape(-1, size).index_select(0, here)  # [T, H]
             packed[:, slot * size : (slot + 1) * size] = flat
         return packed
@@ -244,65 +230,6 @@ class _Batch(NamedTuple):
     """Which ones, in the order in which they lie here."""
     lengths: list[int]
     states: CapturedStates
-
-
-class _Copying:
-    """The states of a batch on their way to the host, each sample's to where it starts."""
-
-    def __init__(self, batch: _Batch, into: CapturedStates, starts: Sequence[int]) -> None:
-        self._tokens = sum(batch.lengths)
-        pieces = list(_pieces([starts[i] for i in batch.samples], batch.lengths))
-        self._events = [
-            _copy(part, target, pieces) for part, target in zip(batch.states, into, strict=True)
-        ]
-
-    def wait(self) -> int:
-        """Return, once they are there, how many tokens it was."""
-        for event in self._events:
-            if event is not None:
-                event.synchronize()
-        return self._tokens
-
-
-def _pieces(starts: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """First row here, first row there and length of what can be copied at once: neighbors are neighbors there too."""
-    here = begun = 0
-    for i, length in enumerate(lengths):
-        here += length
-        if i + 1 == len(lengths) or starts[i + 1] != starts[i] + length:
-            size = here - begun
-            yield begun, starts[i] + length - size, size
-            begun = here
-
-
-def _copy(source: Tensor, target: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Any:
-    """Copy rows to the host. From a GPU in a stream beside its compute: returns the event of the end."""
-    device = source.device
-    if device.type != "cuda":
-        for here, there, size in pieces:
-            target[there : there + size] = source[here : here + size]
-        return None
-    stream = _copy_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for here, there, size in pieces:
-            target[there : there + size].copy_(source[here : here + size], non_blocking=True)
-        event = stream.record_event()
-    source.record_stream(stream)  # whose memory is free again only then
-    return event
-
-
-@cache
-def _copy_stream(device: torch.device) -> Any:
-    make_stream: Any = torch.cuda.Stream
-    return make_stream(device)
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Send a tensor of the host to `device` without waiting for what a GPU has to do before."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def plan_batches(
@@ -338,94 +265,3 @@ def plan_batches(
     fewest = len(fill(tokens_per_batch))
     budgets = range(1, tokens_per_batch + 1)
     return fill(budgets[bisect_left(budgets, x=-fewest, key=lambda budget: -len(fill(budget)))])
-
-
-def greedy_generate(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int],
-    pad_token_id: int,
-    batch_size: int = 16,
-    progress: ProgressCallback | None = None,
-) -> list[list[int]]:
-    """Return each prompt's greedy continuation by transformers' own `generate`, in the order given.
-
-    A continuation ends with the first of `eos_token_ids`, which is part of it, or after
-    `max_new_tokens`. Nothing of the model's own generation settings applies (some change the logits).
-    `progress` gets the tokens decoded so far, those behind an end token counted; at the end
-    `max_new_tokens` for every prompt.
-    """
-    from transformers import (  # noqa: PLC0415 - seconds to import
-        GenerationConfig,
-        StoppingCriteria,
-        StoppingCriteriaList,
-    )
-
-    if min((len(prompt) for prompt in prompts), default=1) < 1:
-        raise ValueError("an empty prompt has no continuation; drop it")
-    make_config: Any = GenerationConfig
-    plain = make_config(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(eos_token_ids) or None,
-        pad_token_id=pad_token_id,
-    )
-    report = progress or (lambda _: None)
-
-    class Ticker(StoppingCriteria):
-        """Is asked after every token and never stops."""
-
-        def __init__(self, before: int, width: int) -> None:
-            self._before, self._width = before, width
-
-        def __call__(self, ids: Tensor, _: Tensor, **__: Any) -> Any:
-            report(self._before + len(ids) * (ids.shape[1] - self._width))
-            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    answers: dict[int, list[int]] = {}
-    own, model.generation_config = model.generation_config, plain
-    try:
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
-            ticker = Ticker(start * max_new_tokens, len(prompts[batch[-1]]))
-            rows = _generate_batch(
-                model,
-                [prompts[i] for i in batch],
-                pad_token_id=pad_token_id,
-                criteria=StoppingCriteriaList([ticker]),
-            )
-            report((start + len(batch)) * max_new_tokens)
-            for i, row in zip(batch, rows, strict=True):
-                answers[i] = cut_after_eos(row, eos_token_ids)
-    finally:
-        model.generation_config = own
-    return [answers[i] for i in range(len(prompts))]
-
-
-def cut_after_eos(token_ids: Sequence[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Return the ids up to and with the first end token."""
-    for place, token_id in enumerate(token_ids):
-        if token_id in eos_token_ids:
-            return list(token_ids[: place + 1])
-    return list(token_ids)
-
-
-@torch.inference_mode()
-def _generate_batch(
-    model: Any, prompts: list[Sequence[int]], *, pad_token_id: int, criteria: Any
-) -> list[list[int]]:
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), longest), pad_token_id)  # [B, S], padded on the left
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.as_tensor(prompt, dtype=torch.long)
-        mask[row, longest - len(prompt) :] = 1
-    device = next(model.parameters()).device
-    written = model.generate(
-        input_ids=ids.to(device), attention_mask=mask.to(device), stopping_criteria=criteria
-    )
-    new: list[list[int]] = written[:, longest:].tolist()
-    return new

@@ -9,7 +9,6 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from tasks.eagle3.canary import (
 )
 from tasks.eagle3.head import VerifierHead
 from tasks.eagle3.hidden_states import find_decoder, rope_switch
+from tasks.engines.copies import beside
 from tasks.engines.transformers import CapturedStates, CaptureEngine
 from tasks.jobs.models import check_unchanged, load_model
 from tasks.jobs.verifiers import open_head
@@ -178,7 +178,7 @@ def run_probes(model: PreTrainedModel, tokens: list[list[int]], *, whole: bool =
     chosen = sorted(_probed(lengths, whole=whole, switch=switch).items(), key=lambda it: it[1])
     own: dict[int, OwnStates] = {}
     device = next(model.parameters()).device
-    with _beside_the_capture(device):
+    with beside(device, "canary"):
         for count, group in groupby(chosen, key=lambda item: item[1]):
             indices = [index for index, _ in group]
             states = run_verifier(model, [tokens[i][:count] for i in indices])
@@ -203,7 +203,7 @@ def check_shard(
     """
     samples = states.split(probes.lengths)
     scores = []
-    with _beside_the_capture(probes.device):
+    with beside(probes.device, "canary"):
         for index, own in sorted(probes.own.items()):
             aux, last = (part[: len(own.states[0])] for part in samples[index])
             score = check_states(
@@ -229,17 +229,6 @@ def check_shard(
         "logit_error": round(max(score.logit_error for score in scores), 5),
         "aux_error": [round(max(e), 5) for e in zip(*(s.aux_error for s in scores), strict=True)],
     }
-
-
-def _beside_the_capture(device: torch.device) -> AbstractContextManager[Any]:
-    """Where the canary computes: on a GPU in a stream of its own, which fills what the capture's kernels leave."""
-    return torch.cuda.stream(_canary_stream(device)) if device.type == "cuda" else nullcontext()
-
-
-@functools.cache
-def _canary_stream(device: torch.device) -> Any:
-    make_stream: Any = torch.cuda.Stream
-    return make_stream(device)
 
 
 def _probed(lengths: Sequence[int], *, whole: bool, switch: int | None) -> dict[int, int]:

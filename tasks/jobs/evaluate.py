@@ -20,7 +20,7 @@ from tasks.eagle3.acceptance import compare_texts, is_rounding, margin_at, summa
 from tasks.eagle3.chat import prompt_tokens
 from tasks.eagle3.conversations import prompts_of
 from tasks.eagle3.speculative import speculative_greedy
-from tasks.engines.transformers import greedy_generate
+from tasks.engines.generation import greedy_generate
 from tasks.jobs.drafts import make_draft, trained_weights
 from tasks.jobs.models import check_unchanged, load_model, load_tokenizer, pad_token_id
 

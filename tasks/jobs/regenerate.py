@@ -12,7 +12,7 @@ from storage.tables import CONVERSATIONS_SCHEMA, read_table, write_table
 from tasks.child import ProgressCallback
 from tasks.eagle3.chat import prompt_tokens
 from tasks.eagle3.conversations import conversation_id, prompts_of
-from tasks.engines.transformers import greedy_generate
+from tasks.engines.generation import greedy_generate
 from tasks.jobs.models import check_unchanged, load_model, load_tokenizer, pad_token_id
 
 logger = logging.getLogger(__name__)

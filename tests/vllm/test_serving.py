@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tasks.eagle3.acceptance import compare_texts
 from tasks.eagle3.draft import load_speculator, save_speculator
 from tasks.eagle3.speculative import speculative_greedy
-from tasks.engines.transformers import greedy_generate
+from tasks.engines.generation import greedy_generate
 from tests.tiny_drafts import make_draft, train, training_batch
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, load_model, make_llama
 from tests.vllm.server import REPOSITORY, Served, serve, vllm_python

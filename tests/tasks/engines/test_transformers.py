@@ -16,31 +16,13 @@ from tasks.engines.loading import load_verifier_model, spread_over
 from tasks.engines.transformers import (
     CaptureEngine,
     CaptureMemoryError,
-    cut_after_eos,
-    greedy_generate,
     plan_batches,
 )
 from tests.families.dense import build_phi4_mini
-from tests.tiny_models import EOS_ID, make_kimi, make_llama, make_qwen3
+from tests.tasks.engines.conftest import LENGTHS
+from tests.tiny_models import make_kimi, make_llama
 
 LAYERS = [2, 4, 5]
-LENGTHS = (5, 17, 9, 40, 40, 3)
-
-
-@pytest.fixture(scope="module", params=[make_llama, make_qwen3, make_kimi])
-def directory(request, tmp_path_factory):
-    return request.param(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-    return load_verifier_model(directory)
-
-
-@pytest.fixture(scope="module")
-def samples():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 300, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
 def test_captured_states_are_transformers_own_of_each_sample_alone(model, samples):
@@ -159,44 +141,6 @@ def test_a_long_sample_does_not_change_the_long_rope_of_a_short_one(tmp_path):
     for sample, states in zip(samples, together, strict=True):
         alone = engine.capture([sample], tokens_per_batch=999)
         torch.testing.assert_close(states.aux, alone.aux, atol=1e-4, rtol=1e-4)
-
-
-def greedy_by_hand(model, prompt: list[int], new_tokens: int) -> list[int]:
-    ids = list(prompt)
-    for _ in range(new_tokens):
-        with torch.inference_mode():
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == EOS_ID:
-            break
-    return ids[len(prompt) :]
-
-
-def test_greedy_continuations_are_the_argmax_of_each_step_whatever_the_models_settings(
-    model, samples
-):
-    model.generation_config.repetition_penalty = 1.7
-    prompts = [sample[:9] for sample in samples]
-    done: list[int] = []
-
-    written = greedy_generate(
-        model,
-        prompts,
-        max_new_tokens=12,
-        eos_token_ids=[EOS_ID],
-        pad_token_id=EOS_ID,
-        batch_size=4,
-        progress=done.append,
-    )
-
-    assert written == [greedy_by_hand(model, prompt, 12) for prompt in prompts]
-    assert model.generation_config.repetition_penalty == 1.7
-    assert done == sorted(done)
-    assert (done[0], done[-1]) == (4, 12 * len(prompts))
-
-
-def test_a_continuation_ends_with_the_end_token():
-    assert cut_after_eos([4, 2, 2, 7], [2, 9]) == [4, 2]
-    assert cut_after_eos([4, 5], [2]) == [4, 5]
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
